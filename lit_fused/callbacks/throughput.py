@@ -26,6 +26,7 @@ class TokenThroughput(L.Callback):
 
     mean, tokens = 0.0, 0
     mean_mfu: float | None = None
+    _began = 0.0  # seconds, of a clock that stands still during validations
 
     def __init__(self, window_size: int = 5) -> None:
         self.window_size = window_size

@@ -42,10 +42,6 @@ _OTHERWISE = "choose strategy=fsdp2, which shards any model"
 def check_plan(model: LanguageModel, ranks: int, *, training: bool) -> None:
     """Raise UserError for a model that cannot be divided over ``ranks`` exactly, or was never tested."""
     if is_distributed(model):
-        meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
-        sizes = {mesh["tensor_parallel"].size() for mesh in meshes if "tensor_parallel" in (mesh.mesh_dim_names or ())}
-        if sizes != {ranks}:
-            raise UserError("an earlier strategy divided the model over other ranks; build it, and the module, anew")
         return
     for reason in _refusals(model, ranks, training):
         raise UserError(f"{reason} {_OTHERWISE}")
@@ -54,45 +50,27 @@ def check_plan(model: LanguageModel, ranks: int, *, training: bool) -> None:
 
 def _refusals(model: LanguageModel, ranks: int, training: bool) -> Iterator[str]:
     """Yield why a model cannot be divided, up to another choice. What comes later expects that nothing came before."""
-    backbone, name = model.transformers_model, type(model.transformers_model or model.backbone).__name__
-    if backbone is None:
-        yield f"tensor parallelism needs a plan of transformers, and {name} is none of its models;"
+    backbone, name = model.transformers_model, model.name
+    if backbone is None or peft_model(model.backbone) is not None or model.is_compiled:
+        yield f"tensor parallelism divides a model of transformers, without PEFT's adapters and torch.compile; {name}:"
         return
-    config, (of_modules, of_parameters) = backbone.config.get_text_config(), planned_styles(backbone)
+    of_modules, of_parameters = planned_styles(backbone)
     unknown = {*of_modules.values()} - COLUMNS - ROWS - {COPIES} | {*of_parameters.values()}
-    refusals = {
-        f"{name} is an encoder-decoder, for which tensor parallelism was never tested;": (
-            backbone.config.is_encoder_decoder
-        ),
-        f"PEFT's adapters are not divided by the tensor-parallel plan of {name};": peft_model(model.backbone),
-        f"a compiled model cannot be divided; pass {name} without torch.compile, or": model.is_compiled,
-        f"the tensor-parallel plan of {name} has {', '.join(sorted(unknown))}, which was never tested;": unknown,
-        f"transformers has no tensor-parallel plan for the layers of {name};": not COLUMNS & {*of_modules.values()},
-    }
-    yield from (reason for reason, holds in refusals.items() if holds)
-    heads = {"num_attention_heads": "attention heads", "num_key_value_heads": "key/value heads"}
-    sizes = [(name, getattr(config, setting, None), what) for setting, what in heads.items()]
+    if unknown or not COLUMNS & {*of_modules.values()}:
+        yield f"transformers' tensor-parallel plan of {name} has {', '.join(sorted(unknown)) or 'no layers'};"
+    config = backbone.config.get_text_config()
+    sizes = [(part, getattr(config, part, None)) for part in ("num_attention_heads", "num_key_value_heads")]
     for layer, style in of_modules.items():
         if style != COPIES:
             linear: Any = backbone.get_submodule(layer)
-            size, what = (linear.out_features, "outputs") if style in COLUMNS else (linear.in_features, "inputs")
-            sizes.append((f"{layer} of {name}", size, what))
-    for owner, size, what in sizes:
-        if isinstance(size, int) and size % ranks:
-            yield f"{owner} has {size} {what}, which tensor_parallel_size={ranks} does not divide; give another, or"
+            sizes.append((layer, linear.out_features if style in COLUMNS else linear.in_features))
+    for part, size in sizes:
+        if isinstance(size, int) and size % ranks:  # Ranks with parts of unequal size would wait for each other.
+            yield f"tensor_parallel_size={ranks} does not divide {part}={size} of {name}; give another, or"
     layer, embedding = output_layer(backbone), backbone.get_input_embeddings()
     if not isinstance(layer, nn.Linear) or not isinstance(embedding, nn.Embedding) or embedding.max_norm is not None:
-        yield (
-            f"tensor parallelism divides an nn.Embedding and an nn.Linear; {name} has {type(embedding).__name__} and "
-            f"{type(layer).__name__};"
-        )
-    names_of: dict[nn.Parameter, list[str]] = {}
-    for parameter_name, p in backbone.named_parameters(remove_duplicate=False):
-        names_of.setdefault(p, []).append(parameter_name)
-    tied = layer.weight is embedding.weight
-    for p, names in names_of.items():
-        if len(names) > (2 if tied and p is embedding.weight else 1):
-            yield f"{name} shares a parameter between {' and '.join(names)}, which was never tested;"
+        kinds = f"{type(embedding).__name__} and {type(layer).__name__}"
+        yield f"tensor parallelism divides an nn.Embedding and an nn.Linear; {name} has {kinds};"
     settings = [(n, v) for n, v in vars(config).items() if "drop" in n and not n.startswith("classifier")]
     settings += [(f"{n}.p", m.p) for n, m in backbone.named_modules() if isinstance(m, nn.Dropout)]
     dropout = [f"{n}={v}" for n, v in settings if isinstance(v, float) and v > 0]
@@ -154,14 +132,14 @@ def _is_exact_with_shared_inputs(
     """Raise UserError unless a divided model has the whole one's answers; return whether its layers share inputs."""
     hooks = _share_inputs(divided, mesh)
     try:
-        _compare(name, _answers(divided, compared), expected, divided.dtype, mesh)
+        _compare(name, _answers(divided, compared), expected, divided.dtype)
         return True
     except Exception:
         # A layer that uses its input for more than its matrices mixes plain and distributed tensors, and torch's errors
         # for that are of many kinds. Whatever is wrong without shared inputs as well is raised below.
         for hook in hooks:
             hook.remove()
-    _compare(name, _answers(divided, compared), expected, divided.dtype, mesh)
+    _compare(name, _answers(divided, compared), expected, divided.dtype)
     return False
 
 
@@ -174,13 +152,8 @@ def _copied(backbone: PreTrainedModel) -> list[str]:
 
 
 def _divide_layers(backbone: PreTrainedModel, mesh: DeviceMesh) -> None:
-    try:
-        from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES  # type: ignore[attr-defined]
-    except ImportError as error:
-        raise UserError(
-            "this version of transformers has no transformers.distributed.tensor_parallel.ALL_PARALLEL_STYLES, which "
-            "tensor parallelism needs; install transformers 5.17 to 5.23, or choose strategy=fsdp2"
-        ) from error
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES  # Not every version has them.
+
     embedding: Any = backbone.get_input_embeddings()
     output: Any = output_layer(backbone)
     tied = output.weight is embedding.weight
@@ -311,26 +284,18 @@ def _answers(backbone: PreTrainedModel, parameters: list[str]) -> dict[str, Tens
     return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().float().cpu() for n, t in found.items()}
 
 
-def _compare(
-    name: str, found: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype, mesh: DeviceMesh
-) -> None:
-    """Raise UserError on all ranks if answers differ on one from those of the whole model or of the first rank."""
-    flat = torch.cat([found[part].flatten() for part in expected]).to(mesh.device_type)
-    dist.broadcast(flat, group=mesh.get_group(), group_src=0)
-    of_first = dict(zip(expected, flat.cpu().split([t.numel() for t in expected.values()]), strict=True))
+def _compare(name: str, found: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Raise UserError on all ranks if answers differ on one from those of the whole model."""
     limit, noise = (0.02, 1e-6) if dtype.itemsize >= 4 else (0.2, 0.02)  # a wrong gradient lacks whole terms
     gradients = [t for part, t in expected.items() if part not in ("the embedding", "the output")]
     floor = noise * max(t.norm().item() for t in gradients)  # some gradients are zero but for rounding
 
     def difference(part: str) -> float:
-        mine, truth = found[part], expected[part]
-        from_whole = (mine - truth).norm() / truth.norm().clamp(min=floor)
-        from_first = (mine.flatten() - of_first[part]).norm() / mine.norm().clamp(min=torch.finfo(torch.float32).tiny)
-        return torch.stack([from_whole, from_first]).nan_to_num(nan=math.inf).max().item()
+        truth = expected[part]
+        return ((found[part] - truth).norm() / truth.norm().clamp(min=floor)).nan_to_num(nan=math.inf).item()
 
-    differences = {part: difference(part) for part in expected}
-    worst = max(differences, key=lambda part: differences[part])
-    part, value = max(objects_of_ranks((worst, differences[worst])), key=lambda found: found[1])
+    worst = max((difference(part), part) for part in expected)
+    value, part = max(objects_of_ranks(worst))
     if value > limit:
         raise UserError(
             f"transformers' tensor-parallel plan changes {name}: divided over ranks, {part} or its gradient differs by "

@@ -11,6 +11,7 @@ stages once more.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,11 +22,10 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from lit_fused.errors import UserError
-from lit_fused.heads import evaluation_mode
 from lit_fused.losses.loss import Batch, LossOutput, labels_of
 from lit_fused.metrics import sums_of
+from lit_fused.models import documents_apart
 from lit_fused.models.batch_checks import check_entries
-from lit_fused.models.documents_apart import WithNoise, check_mask, difference, experiment, is_packed, refusal
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_range
 from lit_fused.pipeline.division import DividedModel
@@ -62,10 +62,9 @@ class Pipeline:
         self._job: _Job = lambda *_: None
         self._found: list[Any] = []  # by the jobs of the micro-batches
         self._rows: Batch = {}  # the batch that runs, filled up
-        self._names: dict[str, Any] = {}  # by kind of run: names of the loss's sums, known from the first batch
-        self._started: set[str] = set()  # kinds of run whose first batch is done
-        self._refusal: str | None = None  # by the loss
-        self._holds_refusals = False  # until the schedule has ended
+        self._names: dict[str, Any] = {}  # by kind of run: names of the loss's sums, known from its first batch
+        self._refusal: str | None = None  # by the loss, for the first batch of a kind
+        self._is_first = False
         for stage in self.stages.values():
             stage.context = self.context
 
@@ -114,29 +113,27 @@ class Pipeline:
         dist.broadcast(result, self.last_rank, group=self.group)
         return result[:count]
 
-    def _check_packing(self, batch: Batch) -> None:
-        """Check as :meth:`LanguageModel.check_packing` does, on all ranks, with two rows in each micro-batch."""
-        model, positions, entries = self.model, batch["position_ids"], self.divided.embedding_rows
-        packed, alone = experiment(positions.shape[1], min(entries, model.vocabulary), positions.device)
-        rows = torch.arange(4, device=positions.device).repeat_interleave(2 * self.microbatches)
-        packed = {name: value[rows] for name, value in packed.items()}
-        with evaluation_mode(model.backbone):
-            first = self._hidden_states(packed)
-            second = self._hidden_states({name: value.repeat(self.microbatches, 1) for name, value in alone.items()})
-            with WithNoise():
-                noisy = self._hidden_states(packed)
-        with self.context():
-            first, noisy = (found[:: 2 * self.microbatches] for found in (first, noisy))
-            fault = difference(first, second[:1], model, noisy) if len(first) else None
-        fault = self._from_last_stage(fault)
-        name, otherwise = type(model.transformers_model).__name__, " or, if that keeps them apart, strategy=fsdp2"
-        model.packing = "positions" if fault is None else refusal(name, fault, otherwise)
-        if isinstance(model.packing, UserError) and is_packed(batch):
-            raise model.packing
+    def _find_packing(self, positions: Tensor) -> None:
+        """Find out, on all ranks, whether the model keeps documents apart in rows like ``positions`` (B, T)."""
+        model, copies = self.model, 2 * self.microbatches  # of each row, so that no micro-batch has one row alone
 
-    def _hidden_states(self, batch: Batch) -> Tensor:
-        found = self._run("packing", batch, lambda hidden_states, _: hidden_states)
-        return torch.cat(found) if found else torch.empty(0)
+        def hidden_states(batch: Batch) -> tuple[Tensor]:
+            rows = {name: value.repeat_interleave(copies, 0) for name, value in batch.items()}
+            found = self._run("packing", rows, lambda hidden_states, _: hidden_states)
+            return (torch.cat(found)[::copies] if found else torch.empty(0),)
+
+        whole = SimpleNamespace(
+            loss=model.loss,
+            name=model.name,
+            backbone=model.backbone,
+            vocabulary=min(model.vocabulary, self.divided.embedding_rows),
+            hidden_states=hidden_states,
+            logits=hidden_states,
+            spared_random_numbers=model.spared_random_numbers,
+        )
+        with self.context():
+            found = documents_apart.find(whole, positions, ["positions"])
+        model.packing = self._from_last_stage(found)
 
     def _loss_of(self, hidden_states: Tensor, rows: Batch) -> LossOutput:
         batch = {**rows, "hidden_states": hidden_states}
@@ -149,9 +146,11 @@ class Pipeline:
         """Run the stages, and on the last ``job`` for each micro-batch; return its results, there alone."""
         self._check(batch)
         if kind != "packing" and self.model.needs_packing_check(batch):
-            self._check_packing(batch)
-        first = kind not in self._started or kind == "check"
-        self._job, self._found, self._refusal, self._holds_refusals = job, [], None, first
+            if self.model.packing is None:
+                self._find_packing(batch["position_ids"])
+            self.model.check_packing(batch)
+        self._is_first = kind not in self._names or kind == "check"
+        self._job, self._found, self._refusal = job, [], None
         self._rows = rows = self._filled_up(batch)
         try:
             if kind == "training":
@@ -163,11 +162,12 @@ class Pipeline:
                 self._forward(rows)
         finally:
             found, self._rows, self._job, self._found = self._found, {}, lambda *_: None, []
-        if first:
-            refusal = self._from_last_stage(self._refusal)
+        if self._is_first:
+            names = tuple(sums_of(found[0])) if found and isinstance(found[0], LossOutput) else None
+            refusal, names = self._from_last_stage((self._refusal, names))
             if refusal is not None:
                 raise UserError(refusal)
-            self._started.add(kind)
+            self._names[kind] = names
         return found
 
     @torch.no_grad()
@@ -205,7 +205,7 @@ class Pipeline:
             with self.context():
                 result = self._job(hidden_states, _slice_of(self._rows, target))
         except UserError as error:
-            if not self._holds_refusals:
+            if not self._is_first:
                 raise
             self._refusal = str(error)  # All ranks raise it together, so that none waits for another.
             return hidden_states.sum() * 0
@@ -214,10 +214,7 @@ class Pipeline:
         return loss
 
     def _summed(self, kind: str, outputs: Sequence[LossOutput]) -> LossOutput:
-        sums = [sums_of(output) for output in outputs]
-        if kind not in self._names:
-            self._names[kind] = self._from_last_stage(tuple(sums[0]) if sums else None)
-        names = self._names[kind]
+        sums, names = [sums_of(output) for output in outputs], self._names[kind]
         if sums:
             total = torch.stack([torch.stack([part[name] for name in names]) for part in sums]).sum(0)
         else:
@@ -242,16 +239,9 @@ class Pipeline:
                 f"under strategy=pp a batch has input_ids, labels, {' and '.join(_INPUTS)}; this one also has "
                 f"{', '.join(unknown)}, which no stage would get. Leave them out, or choose strategy=ddp or fsdp2"
             )
-        others = [batch[name] for name in known[2:] if batch.get(name) is not None]
-        fits = labels.ndim == 2 and labels.numel() > 0
-        fits &= all(isinstance(value, Tensor) and len(value) in (1, len(labels)) for value in others)
-        if not isinstance(ids, Tensor) or ids.dtype.is_floating_point or ids.shape != labels.shape or not fits:
-            got = {n: (v.dtype, tuple(v.shape)) if isinstance(v, Tensor) else type(v) for n, v in batch.items()}
-            raise UserError(
-                "strategy=pp divides a batch by rows: expected input_ids and labels, integers (B, T), and an "
-                f"attention_mask or position_ids with B rows or one; got {got}"
-            )
-        check_mask(batch)
+        if not isinstance(ids, Tensor) or ids.shape != labels.shape or not labels.numel():
+            raise UserError("strategy=pp divides a batch by rows: expected input_ids and labels, integers (B, T)")
+        documents_apart.check_mask(batch)
         self.model.token_weights(batch)
         check_entries(ids, self.divided.embedding_rows)
         if ids.device.type == "cpu":

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from lit_fused.errors import UserError, check_choice, explained
-from lit_fused.heads import OutputHead, evaluation_mode, identify_head, peft_model
+from lit_fused.errors import UserError, check_choice
+from lit_fused.heads import OutputHead, evaluation_mode, peft_model
 from lit_fused.heads.capture import replaced_forward
 from lit_fused.heads.slices import slice_of
 from lit_fused.losses import ModelInternalLoss
@@ -46,30 +46,19 @@ class Layout:
 
     @classmethod
     def of(cls, schedule: str, ranks: int, stages_per_rank: int | None) -> "Layout":
-        """Return a layout, with the schedule's usual number of stages on each rank if ``stages_per_rank`` is None.
-
-        UserError if there is no such schedule, or it cannot have so few ranks or so many stages.
-        """
+        """Return a layout, with the schedule's usual number of stages on each rank if ``stages_per_rank`` is None;
+        UserError if there is no such schedule, or it has another number of stages."""
         check_choice("schedule", schedule, SCHEDULES)
-        if ranks < 2:
-            raise UserError(f"pipeline_parallel_size must be at least 2, got {ranks}; one device needs no pipeline")
         usual = 1 if schedule in _SINGLE else 2
         stages = usual if stages_per_rank is None else stages_per_rank
-        fits = stages >= 2 if schedule in _LOOP else stages == usual
-        if not fits:
-            wanted = "two or more stages" if schedule in _LOOP else f"{usual} stage{'s' if usual > 1 else ''}"
-            raise UserError(f"schedule={schedule} has {wanted} on each device, got stages_per_rank={stages}")
+        if stages != usual and not (schedule in _LOOP and stages > 1):
+            wanted = "two or more" if schedule in _LOOP else usual
+            raise UserError(f"schedule={schedule} has stages_per_rank={wanted}, got {stages}")
         return cls(schedule, ranks, stages)
 
     @property
     def num_stages(self) -> int:
         return self.ranks * self.stages_per_rank
-
-    def __str__(self) -> str:
-        return f"{self.schedule} with {self.num_stages} stages on {self.ranks} devices"
-
-    def has_same_stages(self, other: "Layout") -> bool:
-        return [self.stages_of(r) for r in range(self.ranks)] == [other.stages_of(r) for r in range(other.ranks)]
 
     def stages_of(self, rank: int) -> list[int]:
         if self.schedule in _V:
@@ -174,42 +163,37 @@ class Stage(nn.Module):
 
 def find_decoder(model: LanguageModel) -> Decoder:
     """Return the parts of a model that a pipeline divides; UserError for a shape, loss or inputs it cannot carry."""
-    inner = model.transformers_model
-    name = type(model.backbone if inner is None else inner).__name__
-    shapes = {
-        "it is an encoder-decoder": inner is not None and inner.config.is_encoder_decoder,
-        "it has PEFT's adapters": peft_model(model.backbone) is not None,
-        "it is compiled (pass it without torch.compile)": model.is_compiled,
-    }
-    reason = next((reason for reason, holds in shapes.items() if holds), "it is no transformers model")
-    if any(shapes.values()) or inner is None:
-        raise _other_shape(name, reason)
+    inner, head = model.transformers_model, model.head
+    if inner is None or peft_model(model.backbone) is not None or model.is_compiled:
+        raise _other_shape(model.name, "it is no transformers model, has PEFT's adapters, or is compiled")
     if isinstance(model.loss, ModelInternalLoss):
         raise UserError(
             "loss=model needs the whole model in one process, and strategy=pp has only a part of it in each; choose "
             "loss=standard or loss=chunked"
         )
     base, embedding = inner.base_model, inner.get_input_embeddings()
-    if base is inner:
-        raise _other_shape(name, "it has no decoder of its own (base_model)")
-    children = {id(child): child_name for child_name, child in base.named_children()}
-    lists = [(n, child) for n, child in base.named_children() if isinstance(child, nn.ModuleList) and len(child)]
-    layers = [n for n, child in lists if all(isinstance(layer, GradientCheckpointingLayer) for layer in child)]
-    if id(embedding) not in children or len(layers) != 1:
-        raise _other_shape(name, f"{type(base).__name__} is not an embedding and one list of layers")
-    parts = {children[id(embedding)], layers[0]}
-    beside = [n for n, child in base.named_children() if n not in parts and any(True for _ in child.parameters())]
-    if len(beside) > 1 or list(base.parameters(recurse=False)):
-        raise _other_shape(name, f"{type(base).__name__} has parameters besides embedding, layers and norm: {beside}")
-    head = model.head
-    if head is None:
-        raise _other_shape(name, "it does not run with token ids alone")
-    heads = [n for n, child in inner.named_children() if child is head.layer]
-    others = {n for n, child in inner.named_children() if child is not base and any(True for _ in child.parameters())}
-    if len(heads) != 1 or others - set(heads) or list(inner.parameters(recurse=False)):
-        raise _other_shape(name, f"it has parameters besides its decoder and output layer: {sorted(others)}")
-    norm = beside[0] if beside else "norm" if isinstance(getattr(base, "norm", None), nn.Module) else None
-    return Decoder(inner, base, children[id(embedding)], layers[0], norm, heads[0], model.own_positions)
+    children = dict(base.named_children())
+    layers = [name for name, child in children.items() if isinstance(child, nn.ModuleList) and _are_layers(child)]
+    embeddings = [name for name, child in children.items() if child is embedding]
+    heads = [name for name, child in inner.named_children() if head is not None and child is head.layer]
+    if base is inner or not len(layers) == len(embeddings) == len(heads) == 1:
+        raise _other_shape(model.name, "it is not an embedding, one list of layers and an output layer")
+    rest = [name for name, child in children.items() if name not in (*layers, *embeddings) and _has_parameters(child)]
+    norm = rest[0] if rest else "norm" if isinstance(children.get("norm"), nn.Module) else None
+    parts = [children[name] for name in (*embeddings, *layers, *([] if norm is None else [norm]))]
+    divided = {id(p) for part in (*parts, inner.get_submodule(heads[0])) for p in part.parameters()}
+    others = [name for name, p in inner.named_parameters() if id(p) not in divided]
+    if others:  # Each stage would have a copy, and a part of its gradient.
+        raise _other_shape(model.name, f"it has other parameters besides these: {', '.join(others[:3])}")
+    return Decoder(inner, base, embeddings[0], layers[0], norm, heads[0], model.own_positions)
+
+
+def _are_layers(modules: nn.ModuleList) -> bool:
+    return len(modules) > 0 and all(isinstance(layer, GradientCheckpointingLayer) for layer in modules)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
 
 
 def _other_shape(name: str, reason: str) -> UserError:
@@ -270,20 +254,6 @@ def check_stages(model: LanguageModel, decoder: Decoder, stages: Sequence[Stage]
         raise _other_shape(name, reason)
 
 
-def identify_last_head(decoder: Decoder) -> OutputHead:
-    """Return the output head of a model whose other stages are elsewhere; UserError if it cannot be identified.
-
-    Noise takes the place of the decoder's hidden states; everything that follows them is the model's own forward.
-    """
-    inner, weight = decoder.model, getattr(decoder.model, decoder.head).weight
-    generator, shape = torch.Generator().manual_seed(0), (1, PROBE_LENGTH, weight.shape[1])
-    noise = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-    ids = torch.arange(PROBE_LENGTH, device=weight.device)[None]
-    what = f"the output head of {type(inner).__name__} cannot be identified on the last stage alone"
-    with explained(what, "build it with at_once=True"), body_returning(decoder.base, noise.to(weight)):
-        return identify_head(inner, {"input_ids": ids, "use_cache": False})
-
-
 class _Body(BaseModelOutputWithPast):
     """Stands for what the body of a model returns: the last hidden state, and None for all else that models ask for."""
 
@@ -303,10 +273,10 @@ def body_returning(part: nn.Module, hidden_states: Any) -> Iterator[None]:
 class StageForwardPass:
     """A :class:`~lit_fused.losses.loss.ForwardPass` over batches that contain the last stage's "hidden_states".
 
-    With a ``decoder``, the spot check runs the model's own forward behind its body.
+    The spot check runs the model's own forward behind its body, the ``decoder``.
     """
 
-    def __init__(self, model: LanguageModel, decoder: Decoder | None = None) -> None:
+    def __init__(self, model: LanguageModel, decoder: Decoder) -> None:
         self.model = model
         self.decoder = decoder
         self.few_targets = model.few_targets
@@ -318,9 +288,7 @@ class StageForwardPass:
         return self.model.token_weights(batch)
 
     def prepare_hidden_states(self) -> OutputHead:
-        if self.decoder is not None and self.model.head_is_outdated:
-            self.model.replace_head(identify_last_head(self.decoder))
-        assert self.model.head is not None
+        assert self.model.head is not None  # No weight but the layer's own is behind the decoder (find_decoder).
         return self.model.head
 
     def hidden_states(self, batch: Any) -> tuple[Tensor, OutputHead, None]:
@@ -331,7 +299,7 @@ class StageForwardPass:
         model, decoder = self.model, self.decoder
         with torch.no_grad():
             model.loss.check(self, batch)
-        if decoder is None or not hasattr(model.loss, "cross_entropy"):
+        if not hasattr(model.loss, "cross_entropy"):
             return
         head = self.prepare_hidden_states()
         part = slice_of(batch, self.targets(batch), head.vocabulary)

@@ -1,5 +1,4 @@
-"""``PipelineStrategy`` and its placement: pipeline parallelism, alone or times data parallelism, under automatic
-optimisation.
+"""``PipelineStrategy`` and its placement: pipeline parallelism, alone or times data parallelism.
 
 A schedule interleaves forward and backward, but Lightning's closure runs ``training_step``, ``zero_grad`` and
 ``backward`` one after the other. So ``training_step`` runs the schedule and keeps its gradients, and the backward of
@@ -9,7 +8,7 @@ Ranks have coordinates (pipeline, data, tensor). Ranks that differ in the first 
 second have the same stages.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +18,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.constants import default_pg_timeout
@@ -39,7 +37,7 @@ from lit_fused.parallel.collectives import gradients_of, local, objects_of_ranks
 from lit_fused.parallel.placement import Placement, Run
 from lit_fused.parallel.sharded import Sharded, check_never_compared
 from lit_fused.parallel.strategies import MovableCheckpoints
-from lit_fused.pipeline.division import DividedModel, complete, divide, divided_model
+from lit_fused.pipeline.division import DividedModel, divide, divided_model
 from lit_fused.pipeline.runner import Pipeline
 from lit_fused.pipeline.stages import SPLIT_BACKWARD, Layout
 
@@ -83,39 +81,23 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        super().__init__(data_parallel_size, 1, True, process_group_backend, timeout)
+        devices = pipeline_parallel_size * data_parallel_size
+        super().__init__(devices, 1, True, process_group_backend, timeout)
         self._one_file = not save_distributed_checkpoint
         self.layout = Layout.of(schedule, pipeline_parallel_size, stages_per_rank)
         self.microbatches = 2 * self.layout.num_stages if microbatches is None else microbatches
-        if schedule in ("1F1B", "DualPipeV") and self.microbatches < self.layout.num_stages:
-            raise UserError(
-                f"schedule={schedule} needs as many microbatches as stages, {self.layout.num_stages}, or more, got "
-                f"{self.microbatches}"
-            )
         if fully_shard and schedule in SPLIT_BACKWARD:  # torch's FSDP2 loses weight gradients computed on their own
             raise UserError(
                 f"schedule={schedule} computes the gradients of inputs and weights apart, and FSDP2 would lose the "
                 "latter; choose 1F1B, GPipe, Interleaved1F1B or LoopedBFS with fully_shard=True"
-            )
-        rounds = max(1, self.microbatches // pipeline_parallel_size)
-        if schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and self.microbatches % rounds:
-            raise UserError(
-                f"schedule={schedule} needs a number of microbatches that is a multiple of pipeline_parallel_size, "
-                f"{pipeline_parallel_size}, got {self.microbatches}"
             )
         self.fully_shard = fully_shard
         self.pipeline: Pipeline | None = None  # runs batches; exists once the model has been divided
         self._replicas = data_parallel_size
         self.ends: dist.ProcessGroup | None = None  # this pipeline's first and last rank, which share a tied weight
 
-    def _configure_launcher(self) -> None:
-        self._check_world(self.num_nodes * self.num_processes)  # before any process is started
-        super()._configure_launcher()
-
     def setup_environment(self) -> None:
-        ParallelStrategy.setup_environment(self)
-        self._setup_distributed()
-        self._check_world(self.world_size)
+        super().setup_environment()  # It refuses another number of processes.
         self._device_mesh = init_device_mesh(
             self.root_device.type,
             (self.layout.ranks, self._replicas, 1),
@@ -130,36 +112,15 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
 
-    def _check_world(self, processes: int) -> None:
-        wanted = self.layout.ranks * self._replicas
-        if processes != wanted:
-            raise UserError(
-                f"pipeline_parallel_size={self.layout.ranks} times data_parallel_size={self._replicas} needs {wanted} "
-                f"devices, got {processes}; set trainer.devices (times trainer.num_nodes) to {wanted}"
-            )
-
     def stages_of(self, rank: int) -> list[int]:
         return self.layout.stages_of(rank // self._replicas)
-
-    def teardown(self) -> None:
-        if self.pipeline is not None:
-            self.pipeline.schedule_of_shape = None  # It has buffers.
-        super().teardown()
 
     @property
     def _divided(self) -> DividedModel:
         assert self.pipeline is not None
         return self.pipeline.divided
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        def with_all_gradients() -> Any:
-            result = closure()
-            self._sum_gradients()
-            return result
-
-        return super().optimizer_step(optimizer, with_all_gradients, *args, **kwargs)
-
-    def _sum_gradients(self) -> None:
+    def sum_gradients(self) -> None:
         """Sum a tied weight's gradients over the first and last stage; average copies' gradients over pipelines."""
         tied, gradients = self._divided.tied_weight, gradients_of(self.optimizers)
         own = None if tied is None or self.ends is None else tied.grad
@@ -235,30 +196,22 @@ def gathered(tensors: dict[str, Any], mesh: DeviceMesh, device: torch.device) ->
 class Pipelined(Sharded):
     """A pipeline, alone or times data parallelism; its strategy is a ``PipelineStrategy``."""
 
-    _training = False
-
     def check(self, model: LanguageModel, *, training: bool, compile: str) -> None:
         # The compiler's backward is one.
         check_never_compared(compile, regional=self.strategy.layout.schedule not in SPLIT_BACKWARD)
         check_compile(model, compile, self.strategy.root_device)
-        self._training = training
-        self._refuse_overridden(type(self.strategy.lightning_module))
+        module = type(self.strategy.lightning_module)
+        owner = next(base for base in module.__mro__ if "compute_loss" in vars(base))
+        if not owner.__module__.startswith("lit_fused."):
+            raise UserError(
+                f"{module.__name__} overrides compute_loss, which strategy=pp would not call; give the loss as an "
+                "object (lit_fused/losses/loss.py), or choose strategy=ddp or fsdp2"
+            )
         if getattr(getattr(model.loss, "objective", None), "single", False):
             raise UserError(
                 "this objective runs the model a second time, on answers to other prompts, which strategy=pp does not; "
                 "choose strategy=ddp or fsdp2, or an objective of pairs"
             )
-
-    def _refuse_overridden(self, module: type) -> None:
-        """Refuse a module with a loss or backward of its own, which a schedule would not call."""
-        for method in ("compute_loss", "backward"):
-            own = next(base for base in module.__mro__ if method in vars(base))
-            if own.__module__.partition(".")[0] != "lit_fused":
-                raise UserError(
-                    f"{module.__name__} overrides {method}, which strategy=pp would not call: a pipeline runs loss and "
-                    "backward batch by batch itself. Give the loss as an object (lit_fused/losses/loss.py), use hooks "
-                    "or callbacks for the rest, or choose strategy=ddp or fsdp2"
-                )
 
     def check_frozen(self, model: LanguageModel, what: str, instead: str, *, compile: str) -> None:
         raise UserError(f"strategy=pp divides one model, and a {what} cannot run beside it; {instead}")
@@ -275,27 +228,22 @@ class Pipelined(Sharded):
     def _divide(self, model: LanguageModel) -> None:
         strategy, layout, divided = self.strategy, self.strategy.layout, divided_model(model)
         sharded_over = self.mesh["data_parallel"] if strategy.fully_shard else None
+        rank = self.mesh["pipeline_parallel"].get_local_rank()
         if divided is None:
             names = {id(module): name for name, module in strategy.lightning_module.named_modules()}
-            rank = self.mesh["pipeline_parallel"].get_local_rank()
             divided = divide(model, f"{names[id(model)]}.", layout, rank, strategy.root_device, sharded_over)
-        shards = 1 if sharded_over is None else sharded_over.size()
-        if not divided.layout.has_same_stages(layout) or divided.shards != shards:
+        if (divided.layout.num_stages, sorted(divided.stages)) != (layout.num_stages, sorted(layout.stages_of(rank))):
             raise UserError(
-                f"the model was divided for {divided.layout} before and cannot be divided for {layout}; build it anew, "
-                "and load a checkpoint of it"
-            )
-        if divided.frozen and self._training:
-            name = type(divided.decoder.model).__name__
-            raise UserError(  # it has no gradients to send
-                f"stage {divided.frozen[0]} of {layout.num_stages} of {name} has no parameter to be trained; choose "
-                "strategy=ddp or fsdp2 for a model whose layers are frozen"
+                "the model was divided for another schedule before; build it anew, and load a checkpoint of it"
             )
         strategy.pipeline = Pipeline(model, divided, strategy)
 
     def _complete(self, model: LanguageModel) -> None:
-        pipeline = self.strategy.pipeline
-        complete(model, pipeline.divided, pipeline.group, pipeline.last_rank, self.strategy.root_device)
+        for stage in self.strategy.pipeline.divided.stages.values():
+            stage.to(self.strategy.root_device)  # FSDP2 looks for its shards again.
+
+    def finish_gradients(self) -> None:
+        self.strategy.sum_gradients()
 
     def spot_check(self, model: LanguageModel, batch: Batch, *, thorough: bool) -> None:
         self.strategy.pipeline.spot_check(batch)

@@ -14,7 +14,17 @@ from transformers import AutoTokenizer, T5ForConditionalGeneration
 from word_data import Words, tiny_t5
 
 from lit_fused import FusedCausalLMModule, FusedSeq2SeqLMModule, UserError
-from lit_fused.callbacks import ExportPretrained, ResumeHint, SampleText, TokenThroughput, throughput
+from lit_fused.callbacks import (
+    ExportPretrained,
+    FiniteWatch,
+    PeakMemoryMonitor,
+    ResumeHint,
+    SampleText,
+    StopOnSignal,
+    StopReport,
+    TokenThroughput,
+    throughput,
+)
 from lit_fused.callbacks.training_progress import console_beside_bar
 from lit_fused.data import SyntheticDataModule
 
@@ -104,6 +114,13 @@ def test_tokens_and_wall_time_go_on_where_a_resumed_run_stopped_and_begin_anew_i
     again = fitted(monitor, 2)
     assert [metrics["throughput/tokens"] for metrics in (first, resumed, again)] == [2 * 24, 5 * 24, 2 * 24]
     assert resumed["throughput/seconds"] > first["throughput/seconds"] > 0
+
+
+def test_callbacks_of_a_fit_take_a_validation_alone(tmp_path):
+    callbacks = [StopOnSignal(), FiniteWatch(), PeakMemoryMonitor(), TokenThroughput(), SampleText(), StopReport()]
+    trainer = quiet_trainer(tmp_path, callbacks=[*callbacks, ExportPretrained(tmp_path / "exported")])
+    [found] = trainer.validate(FusedCausalLMModule(tiny_llama()), loader(ragged_batches(2)), verbose=False)
+    assert found["val/loss"] > 0
 
 
 def test_the_export_holds_model_and_tokenizer(tmp_path):

@@ -170,13 +170,6 @@ def adapted() -> nn.Module:
     return get_peft_model(llama(), LoraConfig(target_modules=["q_proj"]))
 
 
-def frozen() -> nn.Module:
-    model = llama()
-    model.model.layers[:2].requires_grad_(False)
-    model.model.embed_tokens.requires_grad_(False)
-    return model
-
-
 def changed(**changes: Any) -> list[Any]:
     return [batch | changes for batch in ragged()[:1]]
 
@@ -203,7 +196,6 @@ def refusals(folder: Path) -> dict[str, Any]:
         "training_step": fit(OwnStep(llama())),
         "compute_loss": fit(OwnLoss(llama())),
         "few layers": fit(fused(llama(2)), strategy=PipelineStrategy(2, schedule="Interleaved1F1B")),
-        "frozen": fit(fused(frozen())),
         "other inputs": fit(fused(llama()), changed(token_type_ids=torch.zeros_like(ids))),
         "different batches": fit(fused(llama()), changed(input_ids=ids.roll(int(os.environ["RANK"]), 0))),
         "ids": fit(fused(llama()), changed(input_ids=ids + 1000)),

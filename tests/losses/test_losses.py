@@ -411,6 +411,14 @@ def test_a_label_outside_the_vocabulary_is_named_with_the_vocabularys_size(loss,
         getattr(model, method)(batch)
 
 
+def test_an_input_outside_the_vocabulary_is_not_mistaken_for_a_label():
+    model = LanguageModel(tiny_model("llama"), ModelInternalLoss())
+    batch = tiny_batch()
+    batch["input_ids"][0, 0] = VOCABULARY
+    with pytest.raises(IndexError, match="index out of range"):
+        model(batch)
+
+
 @pytest.mark.parametrize("loss", [*LOSSES.values(), ModelInternalLoss()], ids=[*LOSSES, "model"])
 def test_a_batch_without_labels_is_answered_with_what_it_has(loss):
     model = LanguageModel(tiny_model("llama"), loss)

@@ -77,7 +77,7 @@ MASKED = [Case(strategy, "masked_eurobert_tied") for strategy in ("ddp", "fsdp2"
 MASKED += [Case("fsdp2", "masked_modernbert"), Case("pp", "masked_eurobert")]
 MASKED_REFUSALS = {
     Case("pp", "masked_modernbert"): "strategy=pp cannot divide ModernBertForMaskedLM",
-    Case("tp", "masked_modernbert"): "transformers has no tensor-parallel plan for the layers of ModernBertForMaskedLM",
+    Case("tp", "masked_modernbert"): "transformers' tensor-parallel plan of ModernBertForMaskedLM has no layers",
 }
 
 
@@ -150,7 +150,7 @@ def test_parameters_that_no_optimiser_has_are_neither_counted_nor_scaled(tmp_pat
 @pytest.mark.timeout(180)
 def test_what_would_be_wrong_is_refused_before_training(tmp_path):
     refused = {
-        Case("tp", "gpt2"): "transformers has no tensor-parallel plan for the layers of GPT2LMHeadModel",
+        Case("tp", "gpt2"): "transformers' tensor-parallel plan of GPT2LMHeadModel has no layers",
         Case("tp", "llama_tied", "cce"): "loss=cce has no vocabulary-parallel form.*choose loss=chunked",
         Case("tp", "qwen3_wrong_plan"): "plan changes Qwen3ForCausalLM: divided over ranks, .*[qk]_norm.weight or its",
         Case("tp_unlike", "llama"): "ranks of one tensor-parallel group got different batches",

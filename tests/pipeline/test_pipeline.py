@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import architectures
 import lightning as L
 import pytest
 import torch
@@ -31,31 +30,29 @@ from lit_fused.pipeline.stages import (
     Stage,
     check_stages,
     find_decoder,
-    identify_last_head,
     layers_of_stages,
 )
 
 JOB = Path(__file__).parents[1] / "helpers" / "pipeline_job.py"
 REFUSED = {
-    "encoder-decoder": "strategy=pp cannot divide T5ForConditionalGeneration: it is an encoder-decoder",
-    "adapters": "strategy=pp cannot divide LlamaForCausalLM: it has PEFT's adapters",
-    "compiled": r"strategy=pp cannot divide LlamaForCausalLM: it is compiled \(pass it without torch.compile",
+    "encoder-decoder": "cannot divide T5ForConditionalGeneration: it is not an embedding, one list of layers",
+    "adapters": "strategy=pp cannot divide LlamaForCausalLM: it .* has PEFT's adapters",
+    "compiled": r"strategy=pp cannot divide LlamaForCausalLM: it .* is compiled",
     "plain module": "strategy=pp cannot divide TinyBackbone: it is no transformers model",
-    "other shape": "strategy=pp cannot divide GPT2LMHeadModel: GPT2Model has parameters besides embedding, layers",
+    "other shape": "cannot divide GPT2LMHeadModel: it has other parameters besides these: transformer.ln_f.weight",
     "scaled": "cannot divide Scaled: its hidden states are not those of its stages one after the other",
     "several streams": r"cannot divide Qwen4ExpForCausalLM: its layers give \(2, 8, 256\) for \(2, 8\) tokens of 64",
     "router": "MixtralForCausalLM has a router's auxiliary loss.*switch it off",
     "loss=model": "loss=model needs the whole model in one process.*choose loss=standard or loss=chunked",
-    "training_step": "OwnStep overrides training_step, which strategy=pp would not call",
+    "training_step": r"OwnStep.training_step must return what super\(\).training_step\(...\) returned",
     "compute_loss": "OwnLoss overrides compute_loss",
     "few layers": "4 pipeline stages need at least as many layers, and the model has 2",
-    "frozen": "stage 0 of 2 of LlamaForCausalLM has no parameter to be trained",
     "other inputs": "this one also has token_type_ids, which no stage would get",
     "different batches": "the ranks of a pipeline got different batches",
     "ids": r"input_ids must lie in \[0, 97\)",
     "labels": r"labels must lie in \[0, 97\)",
-    "wrong loss": "tokens of the first batch, but the logits in float64 give",
-    "divided otherwise": "was divided for 1F1B with 2 stages on 2 devices before and .* for Interleaved1F1B with 4",
+    "wrong loss": "tokens of a slice, but logits in float64 give",
+    "divided otherwise": "was divided for another schedule before",
     "generate": "a model that is divided over a pipeline does not generate text; export it",
 }
 
@@ -137,20 +134,15 @@ def test_what_a_pipeline_would_get_wrong_is_refused_on_every_rank(tmp_path):
             assert re.search(message, str(refusal)), (name, refusal)
 
 
-def test_numbers_that_do_not_fit_are_refused_before_any_process_starts(tmp_path):
+def test_numbers_that_do_not_fit_are_refused_before_any_process_starts():
     def refused(message: str, *arguments: Any, **options: Any) -> None:
         with pytest.raises(UserError, match=message):
             PipelineStrategy(*arguments, **options)
 
     refused("schedule must be one of 1F1B, GPipe.*got '2F2B'", 2, schedule="2F2B")
-    refused("at least 2, got 1", 1)
     refused("must be a whole number, 1 or more", 2, 0)
-    refused("as many microbatches as stages, 4, or more, got 2", 4, microbatches=2)
-    refused("multiple of pipeline_parallel_size, 2, got 5", 2, schedule="Interleaved1F1B", microbatches=5)
-    refused("has 1 stage on each device, got stages_per_rank=2", 2, stages_per_rank=2)
+    refused("has stages_per_rank=1, got 2", 2, stages_per_rank=2)
     refused("FSDP2 would lose the latter", 2, 2, "ZBVZeroBubble", fully_shard=True)
-    with pytest.raises(UserError, match="=2 times data_parallel_size=1 needs 2 devices, got 1"):
-        quiet_trainer(tmp_path, devices=1, strategy=PipelineStrategy(2))
 
 
 def test_the_stage_that_has_the_head_has_fewer_layers():
@@ -223,11 +215,13 @@ def test_pipelines_side_by_side_resume_exactly(tmp_path):
         assert relative_error(result["resumed"], result["at once"]) <= 1e-6, case
 
 
-@pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss", "mamba", "xglm"])
-def test_the_head_of_a_last_stage_is_found_whatever_else_a_model_reads_from_its_decoders_answer(architecture):
-    backbone = architectures.tiny_model(architectures.Entry(architecture, "causal"))
-    model = architectures.language_model(backbone)
-    model.prepare(torch.device("cpu"))
-    head = identify_last_head(find_decoder(model))
-    assert model.head is not None
-    assert (str(head), head.layer) == (str(model.head), model.head.layer)
+@pytest.mark.parametrize("architecture", ["llama", "granite", "cohere", "gemma2"])
+def test_a_model_without_weights_has_the_head_of_its_small_twin(architecture):
+    config = tiny_model(architecture).config
+    model: Any = LanguageModel(lit_fused.from_config(config), LinearCrossEntropyLoss())
+    whole: Any = LanguageModel(tiny_model(architecture), LinearCrossEntropyLoss())
+    whole.prepare_hidden_states()
+    divide(model, "", Layout.of("1F1B", 2, None), 1, torch.device("cpu"), None)
+    lit_fused.materialize(model)
+    assert str(model.head) == str(whole.head)
+    assert model.head.layer is model.backbone.get_output_embeddings()
