@@ -9,7 +9,7 @@ second have the same stages.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -218,7 +218,7 @@ class Pipelined(Sharded):
     def token_losses(self, model: LanguageModel, batch: Batch) -> Tensor:
         return self.strategy.pipeline.token_losses(batch)
 
-    def generating(self, device: torch.device) -> AbstractContextManager[None]:
+    def generating(self, device: torch.device) -> Any:
         otherwise = "export it (save_pretrained), and let one device generate"
         raise UserError(f"a model that is divided over a pipeline does not generate text; {otherwise}")
 
