@@ -11,7 +11,7 @@ JOB = Path(__file__).parents[1] / "helpers" / "recommender_job.py"
 KINDS = ("causal", "weighted", "bidirectional")
 CASES = [f"{strategy}:{kind}" for kind in KINDS for strategy in ("ddp", "fsdp2")]
 REFUSED = {
-    "tp:causal": "tensor parallelism needs a plan of transformers, and SASRec is none of its models; choose",
+    "tp:causal": "tensor parallelism divides a model of transformers",
     "pp:causal": "strategy=pp cannot divide SASRec: it is no transformers model",
 }
 
