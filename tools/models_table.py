@@ -82,7 +82,9 @@ output layer's input and weight. The bound is what the formula loses in the run'
 | every other step | | the model gets one row of NaN in place of its logits. What it returns that is made of them is \
 not a number |
 
-All ranks stop together. The check draws no random number of the run and gives buffers and settings back.
+All ranks stop together. The check draws no random number of the run and gives buffers and settings back. On an NVIDIA
+H200 (torch 2.11.0, Qwen3-0.6B in bfloat16, layers compiled) the first takes 82 ms and a later one 67 ms, where a step
+of 16,384 tokens takes 177 ms: 0.4 % of a run. The host waits for the device in no other step.
 
 | found | kinds |
 |---|---|

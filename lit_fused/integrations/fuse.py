@@ -5,6 +5,7 @@ at run time and a bound method cannot. A forward hook would run outside of the a
 ``forward``. Hooks of the model itself, as FSDP2's, run around it as before.
 """
 
+import dataclasses
 import functools
 import inspect
 import re
@@ -285,7 +286,10 @@ def _in_words_of_fuse() -> Iterator[None]:
 def _answer(loss: Tensor, output: Any, return_dict: bool | None) -> Any:
     """Return the model's output with the loss, and without what it has in place of logits."""
     entries = {name: value for name, value in output.items() if name not in ("loss", "logits")}
-    answer = type(output)(loss=loss, **entries)
+    fields = {each.name: entries.pop(each.name) for each in dataclasses.fields(output) if each.name in entries}
+    answer = type(output)(loss=loss, **fields)
+    for name, value in entries.items():  # A model may add keys of its own.
+        answer[name] = value
     if return_dict is False:
         return answer.to_tuple()
     if not torch.is_grad_enabled():

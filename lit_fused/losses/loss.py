@@ -58,37 +58,25 @@ class LossOutput:
 
 
 class ForwardPass(Protocol):
-    """A backbone's forward pass, in the three forms that a loss can ask for, and what it is to predict.
+    """What a loss may ask of a model, for a batch (B, T)."""
 
-    Attributes:
-        few_targets: most positions have no target, and it pays to leave them out before the output layer's products.
-    """
+    few_targets: bool  # most positions have no target: leave them out before the output layer's products
 
-    few_targets: bool
+    def targets(self, batch: Batch) -> Tensor: ...  # (B, T) int64: what each position predicts, -100 where nothing
 
-    def targets(self, batch: Batch) -> Tensor:
-        """(B, T) int64: what each position predicts, -100 where nothing."""
-        ...
-
-    def token_weights(self, batch: Batch) -> Tensor | None:
-        """(B, T): a factor on the loss of each target; None: all are 1."""
-        ...
+    def token_weights(self, batch: Batch) -> Tensor | None: ...  # (B, T): a factor on the loss of each target
 
     def prepare_hidden_states(self) -> OutputHead | None: ...
 
-    def hidden_states(self, batch: Batch) -> tuple[Tensor, OutputHead, Tensor | None]:
-        """(hidden states (B, T, D), the output head, the auxiliary loss or None); no logits are built."""
-        ...
+    # (hidden states (B, T, D), the output head, the auxiliary loss or None); no logits are built
+    def hidden_states(self, batch: Batch) -> tuple[Tensor, OutputHead, Tensor | None]: ...
 
-    def logits(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """(logits (B, T, V), the auxiliary loss or None)."""
-        ...
+    def logits(self, batch: Batch) -> tuple[Tensor, Tensor | None]: ...  # (B, T, V), and the auxiliary loss or None
 
     def prepare_own_loss(self) -> None: ...
 
-    def own_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(the model's own loss (), its logits (B, T, V), the auxiliary loss that is part of it or None)."""
-        ...
+    # (the model's own loss (), its logits (B, T, V), the auxiliary loss that is part of it or None)
+    def own_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]: ...
 
 
 class Loss(ABC):

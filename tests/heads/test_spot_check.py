@@ -514,3 +514,15 @@ def refused_on_both_ranks(rank: int, folder: Path, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "tp"])
 def test_a_fault_of_one_rank_stops_all_ranks(strategy, tmp_path):
     call(refused_on_both_ranks, 2, tmp_path, strategy, timeout=120)
+
+
+@pytest.mark.gpu
+def test_the_host_waits_for_a_gpu_in_no_step_that_is_not_checked():
+    model = prepared(tiny_llama().to("cuda"))
+    batch = {name: value.to("cuda") for name, value in tiny_batch().items()}
+    model(batch).loss.backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(batch).loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

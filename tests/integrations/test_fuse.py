@@ -584,3 +584,15 @@ def test_evaluation_that_wants_logits_is_told_so(model):
     assert str(dict(answer)["logits"]) == "no logits"
     with pytest.raises(lit_fused.UserError, match="prediction_loss_only=True"):
         answer["logits"].argmax(-1)
+
+
+class AddsAKey(LlamaForCausalLM):
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        output: Any = super().forward(input_ids=input_ids, labels=labels, **kwargs)
+        output["pooled"] = output.logits.new_zeros(3)
+        return output
+
+
+def test_keys_that_a_model_adds_to_its_output_are_in_the_answer():
+    model: Any = lit_fused.fuse(AddsAKey(tiny("llama").config))
+    assert torch.equal(model(**BATCH).pooled, torch.zeros(3))
