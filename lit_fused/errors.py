@@ -2,19 +2,19 @@
 
 import functools
 import inspect
+import re
+import shlex
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
-
-if TYPE_CHECKING:
-    from zipfile import ZipFile
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 _Options = ParamSpec("_Options")
 _Result = TypeVar("_Result")
 _SWITCHES = (bool, bool | None)
+_READ_UNQUOTED = re.compile(r"(?a)[\w/:@%+.-]+( +[\w/:@%+.-]+)*")  # by Hydra, in a value
 
 
 class UserError(ValueError):
@@ -117,16 +117,13 @@ def explained(what: str, advice: str) -> Iterator[None]:
         raise UserError(f"{what} ({type(error).__name__}: {reason}); {advice}") from error
 
 
-def check_not_packed(archive: "ZipFile") -> None:
-    """Raise ValueError unless a file of ``torch.save``, a zip archive, is as large as its content: torch compresses no
-    entry, and a compressed one, or several that share their bytes, may unpack to more than any memory holds."""
-    entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
-    for entry in entries:
-        if entry.compress_type or entry.file_size != entry.compress_size:
-            raise ValueError(f"{entry.filename} in it is compressed, which torch.save never does")
-    for entry, following in pairwise(entries):
-        if entry.header_offset + entry.file_size > following.header_offset:
-            raise ValueError(f"{entry.filename} and {following.filename} in it have the same bytes")
+def resuming(checkpoint: str | Path) -> str:
+    """Return the word of a command, as a shell takes it, that resumes from a checkpoint: Hydra reads other characters
+    than plain ones in quotes only."""
+    path = str(checkpoint)
+    if not _READ_UNQUOTED.fullmatch(path):
+        path = '"' + re.sub(r'(\\*)"', r'\1\1\\"', path) + '"'
+    return shlex.quote(f"ckpt_path={path}")
 
 
 class Stopped(SystemExit):

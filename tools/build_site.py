@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LANGUAGES = {".py": "python", ".sbatch": "bash"}
-ROOMS = ("ops", "losses", "training", "callbacks", "data", "checkpoints", "heads", "metrics", "parallel")
+ROOMS = ("ops", "losses", "training", "callbacks", "data", "heads", "metrics", "parallel")
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)(#[^)]*)?\)")
 
 

@@ -18,7 +18,7 @@ from lit_fused.app.fine_tuning import default_epochs
 from lit_fused.app.run_length import open_values, stopping_faults
 from lit_fused.app.signatures import ANY, Keyword, Signature, read_signature, signature_of
 from lit_fused.app.values import number_faults, shown, type_fault
-from lit_fused.checkpoints.whole_or_not import checkpoint_fault
+from lit_fused.atomic import whole_checkpoint
 from lit_fused.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -129,8 +129,11 @@ def _choice_faults(cfg: DictConfig, modes: Iterable[str]) -> Iterator[str]:
         yield f"ckpt_path: mode={cfg.mode} needs a checkpoint to evaluate; give one with ckpt_path=FILE"
     elif cfg.mode == "generate" and cfg.get("prompt") is None:
         yield "prompt: mode=generate needs a text to continue; give one with 'prompt=\"...\"'"
-    if isinstance(cfg.get("ckpt_path"), str) and (fault := checkpoint_fault(cfg.ckpt_path)) is not None:
-        yield f"ckpt_path: {fault}"
+    if isinstance(cfg.get("ckpt_path"), str):
+        try:
+            whole_checkpoint(cfg.ckpt_path)
+        except UserError as fault:
+            yield f"ckpt_path: {fault}"
 
 
 def check_one_device(cfg: DictConfig, otherwise: str) -> None:

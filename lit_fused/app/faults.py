@@ -18,7 +18,7 @@ from hydra.errors import InstantiationException
 from omegaconf.errors import OmegaConfBaseException
 
 from lit_fused.app.ranks import is_first_rank
-from lit_fused.checkpoints.whole_or_not import WRITING
+from lit_fused.atomic import WRITING
 from lit_fused.errors import UserError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

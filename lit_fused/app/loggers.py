@@ -18,7 +18,7 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
 from lit_fused.app.run_folder import write_whole
-from lit_fused.checkpoints.whole_or_not import WRITING
+from lit_fused.atomic import WRITING
 from lit_fused.errors import UserError, needing
 
 

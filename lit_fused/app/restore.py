@@ -13,13 +13,12 @@ from transformers import AutoModelForMaskedLM, PreTrainedTokenizerBase
 
 from lit_fused.app.config import refuse_code_of_folders
 from lit_fused.app.run_config import folder_of_run, read_config, started_in
-from lit_fused.checkpoints.form import weights_in
-from lit_fused.checkpoints.reading import check_same_model, latest_in, read_file, read_rest, read_weights
-from lit_fused.checkpoints.whole_or_not import check_whole
+from lit_fused.atomic import newest_in, whole_checkpoint
 from lit_fused.data.tokenizer import load_tokenizer
 from lit_fused.errors import UserError
 from lit_fused.models.hub import auto_class
 from lit_fused.models.load import from_pretrained, materialize
+from lit_fused.parallel.checkpoint import check_same_model, read_rest, read_weights, shapes_of
 from lit_fused.training import FusedCausalLMModule, FusedLMModule, FusedMaskedLMModule, FusedSeq2SeqLMModule
 
 
@@ -31,7 +30,7 @@ def run_of(checkpoint: Path) -> Path:
         raise UserError(
             f"no folder above {checkpoint} has the configuration of a run (RUN/.hydra/config.yaml for RUN/checkpoints/"
             "NAME), which says what model it is of; export it in a program of your own: "
-            "module.load_state_dict(lit_fused.checkpoints.read_weights(PATH)), module.save_pretrained(FOLDER)"
+            "module.load_state_dict(lit_fused.parallel.read_weights(PATH)), module.save_pretrained(FOLDER)"
         )
     return run
 
@@ -51,14 +50,14 @@ def configuration_of(run: Path, allowed: Collection[str] = ()) -> Iterator[DictC
 def load(path: str | Path, *, trust: Collection[str] = ()) -> FusedLMModule:
     """Return the module of a run, on the CPU, in evaluation mode, with the run's weights or their average.
 
-    ``path`` is a checkpoint, file or folder, in its run's folder; a run's folder, of which the checkpoint of the latest
-    step is taken; or a folder that transformers can load, such as the run's ``exported``. ``trust`` names classes of
+    ``path`` is a checkpoint, file or folder, in its run's folder; a run's folder, of which the newest checkpoint
+    is taken; or a folder that transformers can load, such as the run's ``exported``. ``trust`` names classes of
     your own that the run's configuration may name. Raises UserError if there is no such thing, it is damaged, or its
     configuration could run code.
     """
     path = Path(path).expanduser().absolute()
     if (path / ".hydra").is_dir():
-        path = latest_in(path / "checkpoints") or path / "exported"
+        path = newest_in(path / "checkpoints") or path / "exported"
     if (path / "config.json").is_file():
         model = from_pretrained(path)
         is_masked = auto_class(model.config) is AutoModelForMaskedLM
@@ -66,7 +65,7 @@ def load(path: str | Path, *, trust: Collection[str] = ()) -> FusedLMModule:
         module = (FusedSeq2SeqLMModule if model.config.is_encoder_decoder else kind)(model)
         materialize(module.model)
         return module.eval()
-    check_whole(path)
+    whole_checkpoint(path)
     with configuration_of(run_of(path), trust) as cfg:
         return restored(cfg, path)
 
@@ -80,7 +79,7 @@ def restored(cfg: DictConfig, checkpoint: Path) -> FusedLMModule:
     weights = read_weights(checkpoint)
     module.make_room(weights)
     entries = module.state_dict(keep_vars=True)
-    check_same_model(weights_in(weights), weights_in(entries))
+    check_same_model(shapes_of(weights), shapes_of(entries))
     for name, value in entries.items():
         value.data = weights[name]  # layers that share a weight get the same tensor
     return module.eval()
@@ -91,7 +90,7 @@ def item_map_of(run: Path, checkpoint: Path) -> Any:
     items. Raises UserError if it is not there, or is not that of the checkpoint."""
     from lit_fused.data.interactions import ItemMap, read_item_map  # needs pyarrow, which no other export does
 
-    numbers = values_beside_weights(checkpoint).get("InteractionDataModule", {}).get("items")
+    numbers = read_rest(checkpoint).get("InteractionDataModule", {}).get("items")
     if numbers is None:
         return None
     if (file := item_file_of(run)) is None:
@@ -105,11 +104,6 @@ def item_map_of(run: Path, checkpoint: Path) -> Any:
 def item_file_of(run: Path) -> Path | None:
     """Return the file with the map of a recommender's items in a run's folder; None if there is none."""
     return next(filter(Path.is_file, (folder / "items.parquet" for folder in (run, run / "exported"))), None)
-
-
-def values_beside_weights(checkpoint: Path) -> dict[str, Any]:
-    """Read what a checkpoint, file or folder, has beside its tensors."""
-    return read_rest(checkpoint, True) if checkpoint.is_dir() else read_file(checkpoint, mmap=True, weights_only=True)
 
 
 def tokenizer_of(run: Path, cfg: DictConfig) -> PreTrainedTokenizerBase | None:

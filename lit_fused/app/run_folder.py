@@ -17,8 +17,8 @@ import yaml
 from filelock import FileLock, Timeout
 
 from lit_fused.app.plain_yaml import plain_yaml
-from lit_fused.checkpoints.whole_or_not import newest_in, remove, removed_on_failure, resuming
-from lit_fused.errors import UserError
+from lit_fused.atomic import newest_in, remove, removed_on_failure
+from lit_fused.errors import UserError, resuming
 
 LOCK, HOLDER, RESUMED = ".lock", ".holder", ".hydra/resumed"
 _RESULTS = ("checkpoints", "metrics.csv", "summary.json", "exported")

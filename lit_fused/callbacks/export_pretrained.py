@@ -11,9 +11,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_fused.callbacks.peak_memory import PeakMemoryMonitor
 from lit_fused.callbacks.weight_average import WeightAverage
-from lit_fused.checkpoints.own_folder import check_own
-from lit_fused.checkpoints.reading import read_weights, step_of
 from lit_fused.errors import UserError, check_choice
+from lit_fused.export.own_folder import check_own
+from lit_fused.parallel.checkpoint import read_rest, read_weights, wait_for_checkpoints
 from lit_fused.training import FusedLMModule
 
 _CARD = """---
@@ -77,6 +77,7 @@ class ExportPretrained(L.Callback):
             return
         tokenizer = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
         self.step, weights, metrics = trainer.global_step, None, self._measured.get(trainer.global_step, {})
+        wait_for_checkpoints(trainer.strategy)
         saver = _monitors(trainer)[0] if self.which == "best" else None
         path = "" if saver is None else saver.best_model_path
         if pl_module.is_sharded:  # All ranks are here, and they may differ in what they know of other ranks' files.
@@ -85,7 +86,7 @@ class ExportPretrained(L.Callback):
             rank_zero_warn(f"no checkpoint was compared by {saver.monitor}; the last weights are exported")
         elif saver is not None:
             weights = read_weights(path) if trainer.is_global_zero else {}
-            self.step = step_of(Path(path))
+            self.step = read_rest(path)["global_step"]
             score = {} if saver.best_model_score is None else {str(saver.monitor): float(saver.best_model_score)}
             metrics = self._measured.get(self.step, {}) | score
         try:

@@ -12,10 +12,10 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lit_fused.atomic import is_whole, remove
 from lit_fused.callbacks.training_progress import console_beside_bar
-from lit_fused.checkpoints.form import EVERY, check_form
-from lit_fused.checkpoints.whole_or_not import checkpoint_fault, remove, resuming
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, resuming
+from lit_fused.parallel.checkpoint import wait_for_checkpoints
 
 _UNWRITTEN = "lit_fused_unwritten_metrics"  # the key in a checkpoint
 
@@ -54,9 +54,7 @@ class RunCheckpoint(ModelCheckpoint):
             checkpoint[_UNWRITTEN] = {"step": step, "epoch": trainer.current_epoch, **logged}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        if (unwritten := checkpoint.get(_UNWRITTEN)) is not None:
-            check_form(unwritten, {"step": 0, "epoch": 0, EVERY: 0.0}, _UNWRITTEN, whole=True)
-        self.unwritten = unwritten
+        self.unwritten = checkpoint.get(_UNWRITTEN)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -77,7 +75,7 @@ class RunCheckpoint(ModelCheckpoint):
         if self.is_last:
             self._save_if_finite(trainer)
         elif ends and self._by_step:  # One that goes by a metric waits for the validation.
-            self.save_newest(trainer)
+            self.save_end(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
@@ -94,10 +92,15 @@ class RunCheckpoint(ModelCheckpoint):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_epoch_end(trainer, pl_module)
         if trainer.should_stop or _is_last_epoch(trainer):
-            self.save_newest(trainer)
+            self.save_end(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.save_end(trainer)
+
+    def save_end(self, trainer: L.Trainer) -> None:
+        """Save the state with which the fit ends, and wait for it: callbacks may read it in ``on_train_end``."""
         self.save_newest(trainer)
+        wait_for_checkpoints(trainer.strategy)
 
     def save_newest(self, trainer: L.Trainer) -> None:
         """Save the present state, unless the state of this step is saved; every rank calls it."""
@@ -151,10 +154,11 @@ def _is_last_epoch(trainer: L.Trainer) -> bool:
 
 def newest_checkpoint(trainer: L.Trainer) -> str:
     """Return the path of the newest whole checkpoint from which this run can be resumed; "" if there is none."""
+    wait_for_checkpoints(trainer.strategy)
     savers = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c._last_global_step_saved]
     savers.sort(key=lambda saver: (saver._last_global_step_saved, bool(saver.save_last)), reverse=True)
     paths = [path for saver in savers for path in (saver.last_model_path, saver.best_model_path)]
-    return next((path for path in [*paths, str(trainer.ckpt_path or "")] if path and not checkpoint_fault(path)), "")
+    return next((path for path in [*paths, str(trainer.ckpt_path or "")] if path and is_whole(path)), "")
 
 
 class ResumeHint(L.Callback):

@@ -14,8 +14,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_fused.callbacks.run_checkpoint import RunCheckpoint, newest_checkpoint
-from lit_fused.checkpoints.whole_or_not import resuming
-from lit_fused.errors import Stopped
+from lit_fused.errors import Stopped, resuming
 from lit_fused.parallel import OnTheWay
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

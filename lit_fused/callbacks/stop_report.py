@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 
 from lit_fused.callbacks.export_pretrained import ExportPretrained
 from lit_fused.callbacks.training_progress import console_beside_bar, total_steps
-from lit_fused.checkpoints.reading import step_of
+from lit_fused.parallel.checkpoint import read_rest
 
 _OTHERS = ("lightning.", "lit_fused.")  # Of their callbacks only EarlyStopping and Timer stop a run.
 _REASONS = {
@@ -57,7 +57,7 @@ class StopReport(L.Callback):
         for saver in savers:
             score = math.nan if saver.best_model_score is None else float(saver.best_model_score)
             if self.best is None and math.isfinite(score) and Path(saver.best_model_path).exists():
-                self.best = Best(str(saver.monitor), score, step_of(Path(saver.best_model_path)))
+                self.best = Best(str(saver.monitor), score, read_rest(Path(saver.best_model_path))["global_step"])
         exports = [c for c in _callbacks(trainer) if isinstance(c, ExportPretrained) and c.step is not None]
         if not parts and all(export.step == trainer.global_step for export in exports):
             return

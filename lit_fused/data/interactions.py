@@ -16,7 +16,7 @@ import pyarrow.compute
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from lit_fused.checkpoints.whole_or_not import written_whole
+from lit_fused.atomic import written_whole
 from lit_fused.data.file_source import find_files
 from lit_fused.errors import UserError
 

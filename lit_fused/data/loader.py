@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lit_fused.checkpoints.form import check_form
 from lit_fused.errors import UserError, checked_options
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
@@ -160,8 +159,6 @@ class BatchDataModule(L.LightningDataModule):
         return {"epoch": epoch, "data": _what_decides(*self._training, epoch)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        form = {"epoch": 0, "data": {"number of samples": 0, _ROWS: 0}}
-        check_form(state_dict, form, "the state of the data", whole=bool(state_dict.get("data")))
         self._resumed = state_dict
 
     def resume_epoch(self) -> None:

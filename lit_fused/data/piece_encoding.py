@@ -19,7 +19,7 @@ from multiprocessing import get_all_start_methods, get_context, parent_process
 from pathlib import Path
 from typing import Any
 
-from lit_fused.checkpoints.whole_or_not import written_whole
+from lit_fused.atomic import written_whole
 from lit_fused.data.cache import digest
 from lit_fused.data.encoding import Encoder, batches
 from lit_fused.data.preparation_report import Outcome, show_progress

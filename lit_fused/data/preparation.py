@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from transformers import PreTrainedTokenizerFast
 
-from lit_fused.checkpoints.whole_or_not import written_whole
+from lit_fused.atomic import written_whole
 from lit_fused.data.cache import digest, prepare_once
 from lit_fused.data.encoding import AnyEncoder, Encoder, UntrainedEncoder
 from lit_fused.data.piece_encoding import SMALL, UNGUARDED, PieceJob, encode_pieces, worker_pool, workers_for

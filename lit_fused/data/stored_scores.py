@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from pyarrow import ArrowException
 from torch import Tensor
 
-from lit_fused.checkpoints.whole_or_not import written_whole
+from lit_fused.atomic import written_whole
 from lit_fused.data.loader import SCORES
 from lit_fused.data.packing import Rows
 from lit_fused.errors import UserError

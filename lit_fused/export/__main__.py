@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     try:
         if options.consolidate:
-            from lit_fused.checkpoints.movable import consolidate
+            from lit_fused.parallel.checkpoint import consolidate
 
             consolidate(options.checkpoint, options.output)
         else:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from lit_fused.checkpoints.own_folder import check_own, finish_own
-from lit_fused.checkpoints.whole_or_not import written_whole
+from lit_fused.atomic import written_whole
+from lit_fused.export.own_folder import check_own, finish_own
 from lit_fused.heads import peft_model, transformers_model
 from lit_fused.heads.adapters import is_adapter
 from lit_fused.models.generation import generation_config

@@ -4,6 +4,8 @@ from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 
+from lit_fused.parallel.checkpoint import consolidate as consolidate
+from lit_fused.parallel.checkpoint import read_weights as read_weights
 from lit_fused.parallel.collectives import (
     OnTheWay,
     are_finite,
@@ -18,7 +20,7 @@ from lit_fused.parallel.placement import OneDevice, Placement, Replicated, resha
 from lit_fused.parallel.replicas import ReplicatedStrategy as ReplicatedStrategy
 from lit_fused.parallel.samplers import warn_of_repeated_rows as warn_of_repeated_rows
 from lit_fused.parallel.sharded import Sharded
-from lit_fused.parallel.strategies import FSDP2Strategy, MovableCheckpoints
+from lit_fused.parallel.strategies import FSDP2Strategy as FSDP2Strategy
 
 _CLASSES: tuple[tuple[type[Strategy], type[Placement]], ...] = (
     (SingleDeviceStrategy, OneDevice),

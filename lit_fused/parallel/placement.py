@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lit_fused.checkpoints.movable import prepare_checkpoints, restore_in_sentences
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch, LossOutput
 from lit_fused.models.compilation import check_compile, in_one_piece
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.load import is_deferred, materialize, ordinary_defaults
 from lit_fused.models.precision import prepare_precision
+from lit_fused.parallel.checkpoint import prepare_checkpoints
 from lit_fused.parallel.collectives import (
     send_weights,
     total_norm,
@@ -71,8 +71,7 @@ class Placement:
         if self.strategy.root_device.type == "mps":
             raise UserError("MPS has no float64, which exact token counts need; choose trainer.accelerator=cpu")
         prepare_precision(self.strategy, model.backbone, training=training, for_loss=model.loss.inputs)
-        prepare_checkpoints(self.strategy)
-        restore_in_sentences(self.strategy.lightning_module.trainer)
+        prepare_checkpoints(self.strategy.lightning_module.trainer)
 
     def compiled_by_default(self, model: LanguageModel, *, training: bool) -> str:
         """Return what ``compile="auto"`` is: "where possible", of :func:`compile_backbone`, where a GPU trains and

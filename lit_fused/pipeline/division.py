@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from lit_fused.checkpoints.form import Weight, weights_in
 from lit_fused.errors import UserError
 from lit_fused.heads import output_layer
 from lit_fused.models.language_model import LanguageModel
@@ -30,7 +29,6 @@ class DividedModel:
     decoder: Decoder  # the model's parts; those of other ranks are gone
     layout: Layout
     stages: dict[int, Stage]  # this rank's, by their index
-    weights: dict[str, Weight]  # all entries of the whole model's state_dict
     is_tied: bool  # embedding and output layer are one parameter
     embedding_rows: int  # of the whole model
     hidden_size: int
@@ -48,13 +46,12 @@ def divided_model(model: nn.Module) -> DividedModel | None:
 
 
 def divide(
-    model: LanguageModel, prefix: str, layout: Layout, rank: int, device: torch.device, mesh: DeviceMesh | None
+    model: LanguageModel, layout: Layout, rank: int, device: torch.device, mesh: DeviceMesh | None
 ) -> DividedModel:
     """Take what is not this rank's out of a whole model, in place. All ranks begin with the same model.
 
     Args:
         model: its head is identified, or its weights come late, which are still missing afterwards.
-        prefix: of the names of its parameters in the LightningModule.
         layout: the stages of all ranks; UserError if they cannot give exactly what the model gives.
         rank, mesh: of this process in its pipeline; ranks over which FSDP2 shards the stages, or None.
     """
@@ -70,7 +67,6 @@ def divide(
         decoder,
         layout,
         stages={index: whole[index] for index in layout.stages_of(rank)},
-        weights={prefix + name: weight for name, weight in weights_in(model.state_dict()).items()},
         is_tied=decoder.is_tied,
         embedding_rows=rows,
         hidden_size=size,

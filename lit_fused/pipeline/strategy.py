@@ -11,40 +11,29 @@ second have the same stages.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
-from lit_fused.checkpoints.form import Weight
-from lit_fused.checkpoints.movable import MovableCheckpointIO
-from lit_fused.checkpoints.reading import read_folder
-from lit_fused.checkpoints.whole_or_not import remove, removed_on_failure
 from lit_fused.errors import UserError, checked_options
 from lit_fused.losses.loss import Batch, LossOutput
 from lit_fused.models.compilation import check_compile
 from lit_fused.models.language_model import LanguageModel
+from lit_fused.parallel.checkpoint import FolderCheckpoints
 from lit_fused.parallel.collectives import gradients_of, local, objects_of_ranks, total_norm
 from lit_fused.parallel.placement import Placement, Run
 from lit_fused.parallel.sharded import Sharded, check_never_compared
-from lit_fused.parallel.strategies import MovableCheckpoints
 from lit_fused.pipeline.division import DividedModel, divide, divided_model
 from lit_fused.pipeline.runner import Pipeline
 from lit_fused.pipeline.stages import SPLIT_BACKWARD, Layout
 
-_FLAT = StateDictOptions(cpu_offload=True, flatten_optimizer_state_dict=True)
 
-
-class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
+class PipelineStrategy(FolderCheckpoints):
     """Divides a decoder's layers over devices, between which micro-batches of each batch travel.
 
     It is for :class:`lit_fused.FusedCausalLMModule`, which adds exact sums, token-exact gradients and clipping.
@@ -58,7 +47,6 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         stages_per_rank: number of stages on each device in an interleaved schedule; None is two.
         fully_shard: shard each stage's parameters over the ``data_parallel_size`` pipelines (FSDP2). Otherwise the
             pipelines have copies, whose gradients are averaged.
-        save_distributed_checkpoint: write a folder with a file of every rank; otherwise rank 0 makes one file of it.
         process_group_backend, timeout: as of Lightning's ``ModelParallelStrategy``.
 
     Raises:
@@ -77,13 +65,11 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
         *,
         stages_per_rank: int | None = None,
         fully_shard: bool = False,
-        save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
         devices = pipeline_parallel_size * data_parallel_size
         super().__init__(devices, 1, True, process_group_backend, timeout)
-        self._one_file = not save_distributed_checkpoint
         self.layout = Layout.of(schedule, pipeline_parallel_size, stages_per_rank)
         self.microbatches = 2 * self.layout.num_stages if microbatches is None else microbatches
         if fully_shard and schedule in SPLIT_BACKWARD:  # torch's FSDP2 loses weight gradients computed on their own
@@ -133,19 +119,6 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
                 work.wait()
             torch._foreach_mul_(gradients, 1 / self._replicas)  # pyright: ignore[reportPrivateImportUsage]
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        if not self._one_file:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        path = Path(self.broadcast(filepath))
-        folder = path.with_name(path.name + ".parts.partial")
-        with removed_on_failure(folder):
-            super().save_checkpoint(checkpoint, folder, storage_options)
-            if self.is_global_zero:
-                MovableCheckpointIO().save_checkpoint(read_folder(folder, weights_only=False), path)
-                remove(folder)
-        self.barrier()
-
     def whole_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the parameters and buffers of all stages, by their names in ``model``, in the CPU memory of rank 0;
         empty on other ranks, which all have to call it."""
@@ -155,19 +128,6 @@ class PipelineStrategy(MovableCheckpoints, ModelParallelStrategy):
             head = f"{names[id(decoder.model)]}.{decoder.head}.weight".lstrip(".")
             whole[head] = whole[f"{names[id(decoder.base)]}.{decoder.embedding}.weight"]
         return whole
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return this rank's state by names, flat, so that any division into stages can read it."""
-        assert self.model is not None
-        optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return get_optimizer_state_dict(self.model, optimizer, options=_FLAT)
-
-    def _whole_weights(self) -> Mapping[str, Weight]:
-        return self._divided.weights
-
-    def _trained(self, optimizer: Optimizer) -> set[str]:
-        group = self.device_mesh["pipeline_parallel"].get_group()
-        return set().union(*objects_of_ranks(super()._trained(optimizer), group))
 
 
 def gathered(tensors: dict[str, Any], mesh: DeviceMesh, device: torch.device) -> dict[str, Tensor]:
@@ -230,8 +190,7 @@ class Pipelined(Sharded):
         sharded_over = self.mesh["data_parallel"] if strategy.fully_shard else None
         rank = self.mesh["pipeline_parallel"].get_local_rank()
         if divided is None:
-            names = {id(module): name for name, module in strategy.lightning_module.named_modules()}
-            divided = divide(model, f"{names[id(model)]}.", layout, rank, strategy.root_device, sharded_over)
+            divided = divide(model, layout, rank, strategy.root_device, sharded_over)
         if (divided.layout.num_stages, sorted(divided.stages)) != (layout.num_stages, sorted(layout.stages_of(rank))):
             raise UserError(
                 "the model was divided for another schedule before; build it anew, and load a checkpoint of it"

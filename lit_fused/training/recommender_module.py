@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lit_fused.checkpoints.form import check_form, weights_in
-from lit_fused.checkpoints.own_folder import check_own, finish_own
-from lit_fused.checkpoints.reading import check_same_model
-from lit_fused.checkpoints.whole_or_not import written_whole
+from lit_fused.atomic import written_whole
 from lit_fused.errors import UserError, checked_options
+from lit_fused.export.own_folder import check_own, finish_own
 from lit_fused.losses import Loss
 from lit_fused.losses.loss import Batch
 from lit_fused.models import item_encoders
@@ -25,8 +23,6 @@ from lit_fused.models.recommender import Recommendations, RecommenderModel
 from lit_fused.training.module import FusedLMModule
 
 _SETTINGS, _WEIGHTS = "recommender.json", "model.safetensors"
-_FORM: dict[str, Any] = {"backbone": "", "settings": {}, "num_items": 0, "module": {}}
-_NUMBERS = {"count": 0, "checksum": 0}
 
 
 class FusedRecommenderModule(FusedLMModule):
@@ -172,8 +168,6 @@ class FusedRecommenderModule(FusedLMModule):
         folder = Path(folder)
         try:
             saved = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))
-            check_form(saved, _FORM, _SETTINGS, whole=True)
-            check_form(saved.get("item_numbers") or _NUMBERS, _NUMBERS, f"{_SETTINGS}: item_numbers", whole=True)
             weights = load_file(folder / _WEIGHTS)
         except (OSError, ValueError, TypeError, SafetensorError) as error:
             raise UserError(f"{folder} has no exported recommender ({error}); give RUN/exported") from error
@@ -184,7 +178,6 @@ class FusedRecommenderModule(FusedLMModule):
         assert backbone is not None
         module = cls(backbone, **(saved["module"] | options))
         module.make_room(weights)
-        check_same_model(weights_in(weights), weights_in(module.state_dict()))
         module.load_state_dict(weights)
         module.backbone.item_numbers = saved.get("item_numbers")
         return module.eval()

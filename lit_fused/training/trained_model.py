@@ -15,10 +15,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 
-from lit_fused.checkpoints.movable import keep_own_paths
-from lit_fused.checkpoints.reading import check_resumable, check_shared, is_plain, read_file, read_folder
-from lit_fused.checkpoints.resuming import ExactResume, load_by_name
-from lit_fused.checkpoints.whole_or_not import check_whole
 from lit_fused.errors import UserError
 from lit_fused.export.huggingface import outline, write_folder
 from lit_fused.heads import evaluation_mode, peft_model
@@ -30,8 +26,10 @@ from lit_fused.models.load import grow_vocabulary, is_deferred, materialize, ori
 from lit_fused.models.tokenizer_fit import fit_vocabulary
 from lit_fused.ops.chunks import MIN_CHUNK_ROWS
 from lit_fused.parallel import Placement, are_finite, local, placement_of
+from lit_fused.parallel.checkpoint import check_same_model, read_checkpoint, shapes_of
 from lit_fused.training.average import TokenAverage
 from lit_fused.training.frozen import FrozenModel
+from lit_fused.training.resume import ExactResume, keep_own_paths, order_states
 
 
 def _refuse_non_finite(input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -41,6 +39,15 @@ def _refuse_non_finite(input_ids: Tensor, scores: Tensor) -> Tensor:
             "float16 too narrow for it: try precision=bf16-mixed or 32-true"
         )
     return scores
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether ``torch.load`` reads a value with ``weights_only=True``."""
+    if isinstance(value, Mapping):
+        return all(_is_plain(part) for pair in value.items() for part in pair)
+    if isinstance(value, list | tuple | set):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | complex | str | bytes | Tensor | torch.dtype)
 
 
 class TrainedModel(L.LightningModule):
@@ -133,8 +140,7 @@ class TrainedModel(L.LightningModule):
         if any(isinstance(callback, LearningRateFinder | BatchSizeFinder) for callback in callbacks):
             # They have just found another rate or number of steps than the optimisers and schedules were made with.
             self.trainer.strategy.setup_optimizers(self.trainer)
-        self._resume.options.begin(self.trainer)
-        self._hooks += load_by_name(self.trainer.optimizers, self)
+        self._resume.begin_fit(self)
 
     def _release_optimizers(self) -> None:
         for hook in self._hooks:
@@ -149,43 +155,39 @@ class TrainedModel(L.LightningModule):
         self.check_finite("no checkpoint is written and the last one stays", together=True)
         given = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY)  # of save_hyperparameters, which saves models as well
         if isinstance(given, dict):
-            checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = {name: v for name, v in given.items() if is_plain(v)}
+            checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = {name: v for name, v in given.items() if _is_plain(v)}
         self._resume.save(checkpoint, self, self.average.batches, is_sharded=self.is_sharded)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self._trainer is None:  # load_from_checkpoint
             self.make_room(checkpoint["state_dict"])
-            check_shared(checkpoint["state_dict"], self.state_dict())  # Lightning compares the names, if asked to.
             return
-        if self.trainer.state.fn == TrainerFn.FITTING and not self.is_sharded:  # the strategy has looked already
-            check_resumable(str(self.trainer.ckpt_path), "optimizer_states" in checkpoint)
         if self.trainer.precision == "64-true":  # Lightning converts after the weights have come: it rounds them
             self.double()
         if see_checkpoint := self._of_data("see_checkpoint"):
             see_checkpoint(checkpoint)
-        # Whatever loads a checkpoint once training has begun goes back to where this fit was.
-        self._resume.load(checkpoint, self, is_sharded=self.is_sharded, is_return=self._started)
-        keep_own_paths(checkpoint.get("callbacks", {}), self.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
+        if not self.is_sharded:  # else the strategy has looked
+            check_same_model(shapes_of(checkpoint["state_dict"]), shapes_of(self.state_dict()))
+        if self._started:  # A callback goes back to where this fit was, as Lightning's search of a learning rate does.
+            order_states(checkpoint, self)
+        elif self.trainer.state.fn == TrainerFn.FITTING:
+            self._resume.load(checkpoint, self)
+            keep_own_paths(checkpoint.get("callbacks", {}), self.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
 
     def begins_with_validation(self) -> bool:
         """Return whether a fit that is about to go on from a checkpoint begins with a validation of its step."""
-        return self._resume.is_to_validate(self.trainer)
+        return self._resume.begins_with_validation
 
     @classmethod
     def load_from_checkpoint(
         cls, checkpoint_path: Any, *args: Any, weights_only: bool | None = None, **options: Any
     ) -> Self:
-        """Load as Lightning does, after a look at the checksums: a file, or the folder of a sharded strategy. Arguments
-        that are no plain values (``backbone``, ``loss`` ...) and were not saved by ``save_hyperparameters`` go here."""
-        if isinstance(checkpoint_path, str | Path) and "://" not in str(checkpoint_path):
-            path = Path(checkpoint_path)
-            check_whole(path)
-            if path.is_dir():
-                checkpoint_path = BytesIO()
-                torch.save(read_folder(path, optimizers=False, weights_only=weights_only), checkpoint_path)
-                checkpoint_path.seek(0)
-            else:
-                read_file(path, mmap=True, weights_only=weights_only)
+        """Load as Lightning does: a file, or the folder of a strategy that shards the model. Arguments that are no
+        plain values (``backbone``, ``loss`` ...) and were not saved by ``save_hyperparameters`` go here."""
+        if isinstance(checkpoint_path, str | Path) and Path(checkpoint_path).is_dir():
+            content, checkpoint_path = read_checkpoint(checkpoint_path, optimizers=False), BytesIO()
+            torch.save(content, checkpoint_path)
+            checkpoint_path.seek(0)
         return super().load_from_checkpoint(checkpoint_path, *args, weights_only=weights_only, **options)  # type: ignore[misc]
 
     def make_room(self, weights: Mapping[str, Tensor]) -> None:

@@ -149,8 +149,7 @@ def test_precision_16_mixed_is_refused_where_lightning_would_replace_it():
 
 
 def test_a_folder_that_is_no_whole_checkpoint_is_refused(tmp_path):
-    (tmp_path / ".metadata").touch()
-    message = r"ckpt_path: .* is a folder without meta.pt, not a whole checkpoint: its run was killed while it wrote it"
+    message = r"ckpt_path: .* is a folder without meta.pt, and no checkpoint"
     with pytest.raises(UserError, match=message):
         check_config(composed(f"ckpt_path={tmp_path}"), MODES)
     (tmp_path / "meta.pt").touch()

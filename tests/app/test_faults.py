@@ -13,6 +13,7 @@ from typing import Any
 
 import hydra._internal.utils
 import hydra.core.utils
+import lightning as L
 import pytest
 import torch
 from commands import SYNTHETIC, TINY_MODEL, train
@@ -25,7 +26,7 @@ from lit_fused.app import OutputFolderCheck
 from lit_fused.app.continued import continue_run
 from lit_fused.app.faults import fault_of
 from lit_fused.app.mistyped import answer_in_sentences
-from lit_fused.checkpoints.movable import MovableCheckpointIO
+from lit_fused.parallel.checkpoint import CheckpointFiles
 
 JOB = [*SYNTHETIC, *TINY_MODEL, "trainer.max_steps=12", "callbacks.checkpoint.every_n_train_steps=4"]
 HELPERS = Path(__file__).parents[1] / "helpers"
@@ -153,7 +154,7 @@ def test_errors_that_are_no_faults_of_a_disk_keep_their_traces():
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before_it(tmp_path):
-    plugin, path = MovableCheckpointIO(), tmp_path / "last.ckpt"
+    plugin, path = CheckpointFiles(L.Trainer(accelerator="cpu", logger=False)), tmp_path / "last.ckpt"
     plugin.save_checkpoint({"weights": torch.ones(3)}, path)
     with pytest.raises(AttributeError):
         plugin.save_checkpoint({"weights": lambda: None}, path)

@@ -23,8 +23,8 @@ from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.app.commands.generating import generate
 from lit_fused.app.restore import tokenizer_of
 from lit_fused.callbacks import ExportPretrained, WeightAverage
-from lit_fused.checkpoints.reading import read_weights
 from lit_fused.models.generation import GenerateOptions, continuation, encode_prompt, generation_config
+from lit_fused.parallel.checkpoint import read_weights
 
 PROMPT = "3 times 7 is"
 GREEDY = ["mode=generate", f'prompt="{PROMPT}"', "generate.temperature=0", "generate.max_new_tokens=12"]

@@ -25,8 +25,7 @@ from lit_fused.app.run_folder import (
     overrides_in,
     take,
 )
-from lit_fused.checkpoints.whole_or_not import resuming
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, resuming
 
 ELSEWHERE = "Choose another one with hydra.run.dir=FOLDER"
 

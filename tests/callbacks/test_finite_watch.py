@@ -21,7 +21,7 @@ from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.app.reporting.run import _write_summary
 from lit_fused.app.reporting.sweep import markdown_table, read_run
 from lit_fused.callbacks import ExportPretrained, FiniteWatch, RunCheckpoint
-from lit_fused.checkpoints import read_weights
+from lit_fused.parallel.checkpoint import read_weights
 
 
 class Poisons(L.Callback):

@@ -217,13 +217,3 @@ def test_the_scores_of_a_run_whose_folder_was_moved_are_still_known(tmp_path):
     fit(tmp_path, moved, resume=tmp_path / "b" / "last.ckpt", **options)
     assert Path(moved.best_model_path).parent == tmp_path / "b"
     assert len(moved.best_k_models) == 2
-
-
-@pytest.mark.parametrize("row", [{"epoch": 0}, {"step": 1}, {"step": 1, "epoch": "x"}, []])
-def test_metrics_in_a_checkpoint_that_are_no_row_are_refused(row):
-    with pytest.raises(TypeError, match="lit_fused_unwritten_metrics"):
-        RunCheckpoint().on_load_checkpoint(
-            L.Trainer(logger=False, enable_checkpointing=False),
-            L.LightningModule(),
-            {"lit_fused_unwritten_metrics": row},
-        )

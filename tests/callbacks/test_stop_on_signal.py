@@ -19,7 +19,7 @@ from commands import ROOT, SYNTHETIC, TIMEOUT_S, TINY_MODEL, environment
 from torchrun import run
 
 from lit_fused.callbacks import StopOnSignal, stop_on_signal
-from lit_fused.checkpoints import read_weights
+from lit_fused.parallel.checkpoint import read_weights
 
 SMALL = [
     *(*SYNTHETIC, *TINY_MODEL, "data.num_train_batches=5000", "hydra.run.dir=out", "trainer.max_steps=5000"),

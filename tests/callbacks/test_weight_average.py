@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, get_constant_schedule
 import lit_fused
 from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.callbacks import ExportPretrained, WeightAverage
-from lit_fused.checkpoints.reading import read_weights
+from lit_fused.parallel.checkpoint import read_weights
 
 DECAY = 0.6
 

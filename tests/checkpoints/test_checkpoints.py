@@ -4,35 +4,35 @@ import os
 import re
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import forked
+import lightning as L
 import pytest
 import torch
 from checkpoint_job import train, weights_of
 from commands import ROOT, SYNTHETIC, TINY_MODEL, environment
 from commands import train as run_training
 from errors_of import relative_error
-from parallel_cases import backbone
-from safetensors.torch import load_file
-from torch.distributed.checkpoint.state_dict_saver import save
+from lightning_helpers import loader, quiet_trainer
+from parallel_cases import backbone, batches
+from safetensors.torch import load_file, save_file
 from torch.optim import AdamW
 from torchrun import run, run_whatever_comes, torchrun
 
 from lit_fused import FusedCausalLMModule, UserError
-from lit_fused.checkpoints.movable import MovableCheckpointIO, consolidate
-from lit_fused.checkpoints.reading import CheckpointFolder, read_folder, read_weights
-from lit_fused.checkpoints.resuming import (
-    named_optimizer_state,
-    numbered_optimizer_state,
-    numbering,
+from lit_fused.atomic import is_whole, newest_in, put_in_place, written_whole
+from lit_fused.parallel.checkpoint import (
+    consolidate,
+    in_groups,
+    names_of_groups,
+    read_checkpoint,
+    read_weights,
+    with_names,
 )
-from lit_fused.checkpoints.whole_or_not import check_whole, checkpoint_fault, put_in_place, written_whole
 
 JOB = Path(__file__).parents[1] / "helpers" / "checkpoint_job.py"
 
@@ -41,39 +41,21 @@ def launch(ranks: int, folder: Path, *items: str, timeout: float = 150) -> None:
     run(JOB, ranks, folder, *items, timeout=timeout)
 
 
-WRITTEN = ["ddp-2", "fsdp2-2", "fsdp2_file-2", "fsdp2-4", "tp-2"]
+WRITTEN = ["ddp-2", "fsdp2-2", "fsdp2-4", "tp-2"]
 RESUMED_BY_FOUR = ["fsdp2-2>fsdp2", "fsdp2-2>ddp", "ddp-2>fsdp2"]
 RESUMED_BY_TWO = [
     "tp-2>fsdp2",
     "tp-2>ddp",
     "fsdp2-2>tp",
     "ddp-2>tp",
-    "flat-2>tp",
-    "flat-2>fsdp2",
-    "flat-2>ddp",
     "fsdp2-4>fsdp2",
     "fsdp2-2>ddp",
-    "ddp-2>fsdp2_file",
-    "fsdp2_file-2>fsdp2",
-    "ddp-2>lightnings_fsdp2",
-    "fsdp2-4>lightnings_fsdp2",
 ]
 
 
-def save_flat(checkpoint: dict[str, Any], folder: Path) -> None:
-    """As a strategy does whose ranks have different parameters: each entry of the optimiser's state by itself."""
-    (optimizer,) = checkpoint.pop("optimizer_states")
-    flat = {f"state.{n}.{key}": value for n, state in optimizer["state"].items() for key, value in state.items()}
-    for group in optimizer["param_groups"]:
-        names = group.pop("params")
-        flat |= {f"param_groups.{name}.{key}": value for name in names for key, value in group.items()}
-    save({"state_dict": checkpoint.pop("state_dict"), "optimizer_0": flat}, checkpoint_id=folder, no_dist=True)
-    torch.save(checkpoint, folder / "meta.pt")
-
-
 REFUSED = {
-    "ddp-2>fsdp2+qwen3": "is of another model: .* parameters differ .*use the model configuration that it was",
-    "fsdp2-2>fsdp2+qwen3": "is of another model: .* parameters differ .*use the model configuration that it was",
+    "ddp-2>fsdp2+qwen3": "is of another model: .* use the model configuration that it was",
+    "fsdp2-2>fsdp2+qwen3": "is of another model: .* use the model configuration that it was",
     "weights_of_ddp-2>fsdp2": "has weights alone .*from which training cannot go on as it was",
     "weights_of_fsdp2-2>fsdp2": "has weights alone .*from which training cannot go on as it was",
 }
@@ -102,9 +84,8 @@ def errors_of(folder: Path, two: list[str], sources: list[str], *, four: list[st
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_run_goes_on_exactly_under_any_other_strategy_and_number_of_ranks(tmp_path):
-    launch(2, tmp_path, "ddp", "fsdp2", "fsdp2_file", "tp")
+    launch(2, tmp_path, "ddp", "fsdp2", "tp")
     launch(4, tmp_path, "fsdp2", *RESUMED_BY_FOUR)
-    save_flat(read_folder(tmp_path / "fsdp2-2.ckpt"), tmp_path / "flat-2.ckpt")
     launch(2, tmp_path, *RESUMED_BY_TWO)
     errors = errors_of(tmp_path, RESUMED_BY_TWO, WRITTEN, four=RESUMED_BY_FOUR)
     assert max(errors.values()) < 1e-6, errors
@@ -114,10 +95,9 @@ def test_a_run_goes_on_exactly_under_any_other_strategy_and_number_of_ranks(tmp_
 @pytest.mark.timeout(300)
 def test_a_run_goes_on_exactly_under_another_strategy(tmp_path):
     launch(2, tmp_path, "ddp", "fsdp2", "weights_of_ddp", "weights_of_fsdp2")
-    save_flat(read_folder(tmp_path / "fsdp2-2.ckpt"), tmp_path / "flat-2.ckpt")
-    quick = ["fsdp2-2>ddp", "ddp-2>fsdp2", "flat-2>fsdp2", "ddp-2>lightnings_fsdp2"]
+    quick = ["fsdp2-2>ddp", "ddp-2>fsdp2"]
     launch(2, tmp_path, *quick, *REFUSED)
-    errors = errors_of(tmp_path, quick, ["ddp-2", "fsdp2-2", "flat-2"])
+    errors = errors_of(tmp_path, quick, ["ddp-2", "fsdp2-2"])
     assert max(errors.values()) < 1e-6, errors
     for item, message in REFUSED.items():
         assert re.search(message, torch.load(tmp_path / f"{item}-2.pt")), item
@@ -125,10 +105,8 @@ def test_a_run_goes_on_exactly_under_another_strategy(tmp_path):
 
     folder = tmp_path / "fsdp2-2.ckpt"
     (folder / "meta.pt").unlink()
-    with pytest.raises(UserError, match=r"is a folder without meta.pt, not a whole checkpoint"):
+    with pytest.raises(UserError, match=r"is a folder without meta.pt, and no checkpoint"):
         train("auto", tmp_path, epochs=3, ckpt_path=folder)
-    with pytest.raises(UserError, match=r"is a folder without meta.pt, not a whole checkpoint"):
-        read_folder(folder)
 
 
 def trained() -> tuple[FusedCausalLMModule, AdamW]:
@@ -144,63 +122,40 @@ def trained() -> tuple[FusedCausalLMModule, AdamW]:
 
 def test_an_optimisers_state_finds_its_parameters_by_name_whatever_the_order():
     module, optimizer = trained()
-    named = named_optimizer_state(optimizer.state_dict(), numbering(module, optimizer))
-    ours = dict(module.named_parameters())
-    for name, state in named["state"].items():
-        assert torch.equal(state["exp_avg"], optimizer.state[ours[name]]["exp_avg"])
-
-    names = [[n for n, p in ours.items() if any(p is q for q in g["params"])][::-1] for g in optimizer.param_groups]
-    numbered = numbered_optimizer_state(named, names)
-    for number, name in enumerate(name for group in names for name in group):
-        assert torch.equal(numbered["state"][number]["exp_avg"], optimizer.state[ours[name]]["exp_avg"])
-    assert [group["weight_decay"] for group in numbered["param_groups"]] == [0.01, 0.0]
+    named = with_names(optimizer.state_dict(), names_of_groups(module, optimizer))
+    parameters = [*module.parameters()]
+    other = AdamW([{"params": parameters[:3][::-1], "weight_decay": 0.5}, {"params": parameters[3:][::-1]}])
+    other.load_state_dict(in_groups(named, names_of_groups(module, other)))
+    for p in parameters:
+        assert torch.equal(other.state[p]["exp_avg"], optimizer.state[p]["exp_avg"])
+    assert [group["weight_decay"] for group in other.param_groups] == [0.0, 0.01]
 
 
-def test_what_cannot_be_mapped_to_the_optimiser_is_refused():
+def test_a_state_without_a_parameter_that_is_trained_is_refused_by_its_name():
     module, optimizer = trained()
-    named = named_optimizer_state(optimizer.state_dict(), numbering(module, optimizer))
-    names = [[*group["params"]] for group in named["param_groups"]]
-    with pytest.raises(UserError, match=r"trained 21 parameters, this one trains 20 \(.* freeze the same parameters"):
-        numbered_optimizer_state(named, [names[0], names[1][1:]])
-    with pytest.raises(UserError, match="has the parameters of one group .* in several groups with different settings"):
-        numbered_optimizer_state(named, [names[0] + names[1]])
+    groups = names_of_groups(module, optimizer)
+    named = with_names(optimizer.state_dict(), groups)
+    name = named["param_groups"][1]["params"].pop()
+    with pytest.raises(UserError, match=f"did not train {name} .* freeze the same parameters"):
+        in_groups(named, [*names_of_groups(module, optimizer)[:1], [name]])
 
 
-def test_a_file_takes_the_place_of_another_only_when_it_is_whole(tmp_path, monkeypatch):
-    io, path = MovableCheckpointIO(), tmp_path / "not" / "there" / "yet" / "last.ckpt"
-    io.save_checkpoint({"step": 1}, path)
+def test_a_file_takes_the_place_of_another_only_when_it_is_whole(tmp_path):
+    path = tmp_path / "last.ckpt"
+    path.write_bytes(b"whole")
 
-    def half(checkpoint: object, file: Path) -> None:
-        Path(file).write_bytes(b"half")
-        raise KeyboardInterrupt
+    def half() -> None:
+        with written_whole(path) as partial:
+            partial.write_bytes(b"half")
+            raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched:
-        patched.setattr(torch, "save", half)
-        with pytest.raises(KeyboardInterrupt):
-            io.save_checkpoint({"step": 2}, path)
-    assert torch.load(path) == {"step": 1}
-    io.save_checkpoint({"step": 3}, path)
-    assert torch.load(path) == {"step": 3}
-    assert [file.name for file in path.parent.iterdir()] == ["last.ckpt"]
-
-
-def test_a_folder_has_what_every_rank_wrote_however_late_and_nothing_of_a_killed_run(tmp_path):
-    path, partial, barrier = tmp_path / "last.ckpt", tmp_path / "last.ckpt.partial", threading.Barrier(2, timeout=20)
-    partial.mkdir()
-    (partial / "of a killed run").touch()
-
-    def write(is_first: bool) -> None:
-        time.sleep(0.2 * is_first)
-        with written_whole(path, is_first=is_first, wait=barrier.wait) as folder:
-            folder.mkdir(exist_ok=True)
-            (folder / f"{is_first}").touch()
-            time.sleep(0.2 * (not is_first))
-            (folder / f"{is_first}, late").touch()
-
-    with ThreadPoolExecutor(2) as ranks:
-        list(ranks.map(write, (False, True)))
-    assert sorted(file.name for file in path.iterdir()) == ["False", "False, late", "True", "True, late"]
-    assert not partial.exists()
+    with pytest.raises(KeyboardInterrupt):
+        half()
+    assert path.read_bytes() == b"whole"
+    with written_whole(path) as partial:
+        partial.write_bytes(b"another")
+    assert path.read_bytes() == b"another"
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 @pytest.mark.slow
@@ -245,60 +200,42 @@ def test_a_folder_takes_the_place_of_a_folder_or_a_file_whatever_an_interrupted_
         assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
 
 
-NESTED = {"state": {"a.weight": {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 1.0}]}
-FLAT = {"state.a.weight.exp_avg": torch.ones(3), "param_groups.a.weight.lr": 1.0}
-
-
-@pytest.mark.parametrize("state", [NESTED, FLAT])
-def test_a_folder_tells_which_parameters_its_optimiser_trained(state, tmp_path):
-    save({"state_dict": {"a.weight": torch.ones(3)}, "optimizer_0": state}, checkpoint_id=tmp_path / "x", no_dist=True)
-    torch.save({"pytorch-lightning_version": "2.6.6"}, tmp_path / "x" / "meta.pt")
-    folder = CheckpointFolder(tmp_path / "x")
-    assert folder.trained("optimizer_0") == {"a.weight"}
-    assert folder.trained("optimizer_1") == set()
-
-
-def test_a_folder_that_a_killed_run_moved_aside_is_found_by_whoever_asks_for_it(tmp_path):
-    checkpoint = {"state_dict": {"weight": torch.ones(3)}, "optimizer_states": [{"state": {}, "param_groups": []}]}
-    checkpoint |= {"pytorch-lightning_version": "2.6.6", "loops": {}}  # type: ignore[dict-item]
+def test_a_folder_that_a_killed_run_moved_aside_is_read_where_it_lies(tmp_path):
     path, previous = tmp_path / "last.ckpt", tmp_path / "last.ckpt.previous"
-    readers: list[Callable[[Path], Any]] = [
-        check_whole,
-        checkpoint_fault,
-        read_weights,
-        read_folder,
-        MovableCheckpointIO().load_checkpoint,
-        lambda folder: consolidate(folder, tmp_path / "file.ckpt"),
-    ]
-    for read in readers:
-        shutil.rmtree(path, ignore_errors=True)
-        save_flat(dict(checkpoint), previous)
-        read(path)
-        assert checkpoint_fault(path) is None
-        assert not previous.exists()
-    path.rename(previous)
-    (previous / "meta.pt").unlink()  # a half is no checkpoint, and keeps its name
-    assert checkpoint_fault(path) == f"there is no {path}"
-    assert previous.exists()
+    previous.mkdir()
+    save_file({"state_dict.weight": torch.ones(3)}, previous / "shard-00001-model-00001-of-00001.safetensors")
+    torch.save({"global_step": 3}, previous / "meta.pt")
+    assert read_weights(path)["weight"].tolist() == [1, 1, 1]
+    assert newest_in(tmp_path) == path
+    consolidate(path, tmp_path / "file.ckpt")
+    assert read_checkpoint(tmp_path / "file.ckpt")["global_step"] == 3
+    (previous / "meta.pt").unlink()  # a half is no checkpoint
+    assert not is_whole(path)
 
 
-def test_a_folder_that_a_reader_gave_its_name_back_is_replaced_all_the_same(tmp_path, monkeypatch):
-    path, partial, previous = (tmp_path / f"last.ckpt{suffix}" for suffix in ("", ".partial", ".previous"))
-    for folder in (path, partial):
-        folder.mkdir()
-        (folder / "content").write_text(folder.name)
-    rename, meddled = Path.rename, []
+def test_training_goes_on_while_a_checkpoint_is_written_and_the_file_has_the_weights_of_its_step(tmp_path, monkeypatch):
+    write, weights, steps_meanwhile = torch.save, [], []
 
-    def meddle(own: Path, target: Path) -> Path:
-        if own == partial and not meddled:
-            meddled.append(rename(previous, path))
-        return rename(own, target)
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any, **__: Any) -> None:
+            if trainer.global_step == 1:
+                weights.extend(p.detach().clone() for p in module.parameters())
+                trainer.save_checkpoint(tmp_path / "first.ckpt")
 
-    monkeypatch.setattr(Path, "rename", meddle)
-    put_in_place(partial, path)
-    assert meddled
-    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
-    assert (path / "content").read_text() == "last.ckpt.partial"
+    def slow(*arguments: Any, **options: Any) -> None:
+        deadline = time.monotonic() + 20
+        while trainer.global_step < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        steps_meanwhile.append(trainer.global_step)
+        write(*arguments, **options)
+
+    monkeypatch.setattr(torch, "save", slow)
+    module = FusedCausalLMModule(backbone("llama"))
+    trainer = quiet_trainer(tmp_path, max_steps=4, callbacks=[Saves()])
+    trainer.fit(module, loader(batches()[:8]))
+    assert steps_meanwhile[0] >= 3
+    saved = module.__class__.load_from_checkpoint(tmp_path / "first.ckpt", backbone=backbone("llama"))
+    assert all(torch.equal(p, q) for p, q in zip(saved.parameters(), weights, strict=True))
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ from commands import ROOT, environment, text_folder
 from torch import Tensor
 from torchrun import rendezvous
 
-from lit_fused.checkpoints.reading import read_folder
+from lit_fused.parallel.checkpoint import read_checkpoint
 
 STEPS, SAVE_EVERY = 24, 3
 RUN_S, ALONE_S = 240, 60  # for one run; for the processes that a kill left
@@ -107,7 +107,7 @@ def left(folder: Path) -> dict[str, Any]:
     """Return what a finished run has left: its state, its export, its metrics and the names of its files."""
     out = folder / "run" / "out"
     last = out / "checkpoints" / "last.ckpt"
-    state = read_folder(last) if last.is_dir() else torch.load(last, weights_only=True)
+    state = read_checkpoint(last)
     with (out / "metrics.csv").open(newline="") as file:
         steps = [int(row["step"]) for row in csv.DictReader(file) if row.get("train/loss")]
     return {

@@ -46,13 +46,10 @@ STRATEGIES: dict[str, Any] = {
     "lightnings_ddp": lambda: "ddp",
     "fsdp2": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
     "fsdp2_kept": lambda: FSDP2Strategy(2, 1, reshard_after_forward=False),
-    "fsdp2_file": lambda: ModelParallelStrategy(2, 1, save_distributed_checkpoint=False),
     "tp": lambda: ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
     "tp_unlike": lambda: ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
-    "tp_file": lambda: ModelParallelStrategy(1, 2, save_distributed_checkpoint=False),
     "fsdp2_tp": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2),
     "pp": lambda: PipelineStrategy(2),
-    "pp_file": lambda: PipelineStrategy(2, save_distributed_checkpoint=False),
     "pp_gpipe": lambda: PipelineStrategy(2, schedule="GPipe", microbatches=2),
     "pp_interleaved": lambda: PipelineStrategy(2, schedule="Interleaved1F1B", microbatches=2),
     "pp_zero_bubble": lambda: PipelineStrategy(2, schedule="InterleavedZeroBubble", microbatches=4),
@@ -63,7 +60,6 @@ STRATEGIES: dict[str, Any] = {
     "pp_fsdp2": lambda: PipelineStrategy(2, 2, microbatches=2, fully_shard=True),
     "pp_interleaved_fsdp2": lambda: PipelineStrategy(2, 2, "Interleaved1F1B", 2, fully_shard=True),
     "pp_bfs_fsdp2": lambda: PipelineStrategy(2, 2, "LoopedBFS", 4, fully_shard=True),
-    "pp_fsdp2_file": lambda: PipelineStrategy(2, 2, fully_shard=True, save_distributed_checkpoint=False),
 }
 
 

@@ -102,7 +102,7 @@ def moves(folder: Path) -> dict[str, Any]:
         module("qwen3_tied"), loader(ragged()), ckpt_path=folder / "folder.ckpt", verbose=False
     )
     result["again val/loss"] = again[0]["val/loss"]
-    interleaved = PipelineStrategy(2, 1, "Interleaved1F1B", 4, save_distributed_checkpoint=False)
+    interleaved = PipelineStrategy(2, 1, "Interleaved1F1B", 4)
     trainer = trainer_of(folder, interleaved, max_epochs=2)
     trainer.fit(second, loader(ragged()), ckpt_path=folder / "folder.ckpt")
     trainer.save_checkpoint(folder / "file.ckpt")

@@ -22,26 +22,22 @@ ROOMS = {
     "metrics": ("losses", "torch torchmetrics"),
     "models": ("ops heads losses", "torch transformers lightning liger_kernel huggingface_hub"),
     "integrations": ("ops heads losses models", "torch transformers lightning"),
-    "checkpoints": ("", "torch lightning fsspec"),
-    "parallel": ("ops heads losses metrics models checkpoints", "torch transformers lightning"),
-    "export": ("heads models checkpoints", "torch transformers"),
+    "parallel": ("ops heads losses metrics models", "torch transformers lightning"),
+    "export": ("heads models", "torch transformers"),
     "training": (
-        "ops heads losses objectives metrics models checkpoints parallel export",
+        "ops heads losses objectives metrics models parallel export",
         "torch transformers lightning safetensors",
     ),
     "planning": ("ops heads losses models integrations parallel training", "torch transformers lightning"),
-    "callbacks": ("ops losses models checkpoints parallel training", "torch transformers lightning rich"),
-    "pipeline": (
-        "ops heads losses metrics models checkpoints parallel",
-        "torch transformers lightning",
-    ),
+    "callbacks": ("ops losses models parallel training export", "torch transformers lightning rich"),
+    "pipeline": ("ops heads losses metrics models parallel", "torch transformers lightning"),
     "data": (
-        "ops models checkpoints",
+        "ops models",
         "torch transformers lightning rich numpy datasets pyarrow tokenizers huggingface_hub filelock "
         "charset_normalizer",
     ),
     "app": (
-        "ops heads losses objectives models checkpoints parallel training callbacks data",
+        "ops heads losses objectives models parallel training callbacks data",
         "torch transformers lightning rich numpy hydra omegaconf yaml matplotlib PIL filelock wandb mlflow requests "
         "jinja2",
     ),
@@ -92,7 +88,7 @@ def test_a_room_imports_what_stands_in_the_table(room):
             if package == "lit_fused":
                 other = rest.partition(".")[0]
                 by_public_name = not other and (room == "app" or path.name == "__init__.py")
-                fits = other in rooms | {room, "errors"} or by_public_name
+                fits = other in rooms | {room, "errors", "atomic"} or by_public_name
             else:
                 fits = package in packages | sys.stdlib_module_names
             if not fits:
@@ -101,9 +97,17 @@ def test_a_room_imports_what_stands_in_the_table(room):
 
 
 def test_the_package_itself_has_public_names_and_errors_alone():
-    assert sorted(path.name for path in PACKAGE.glob("*.py")) == ["__init__.py", "__main__.py", "errors.py"]
-    for name in ("__init__.py", "errors.py"):
-        assert all(module.partition(".")[0] in sys.stdlib_module_names for module in imports(PACKAGE / name)), name
+    assert sorted(path.name for path in PACKAGE.glob("*.py")) == [
+        "__init__.py",
+        "__main__.py",
+        "atomic.py",
+        "errors.py",
+    ]
+    for name in ("__init__.py", "errors.py", "atomic.py"):
+        others = {
+            module for module in imports(PACKAGE / name) if module.partition(".")[0] not in sys.stdlib_module_names
+        }
+        assert others <= {"lit_fused.errors"}, name
 
 
 def test_a_file_name_means_one_thing():

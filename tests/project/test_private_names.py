@@ -61,12 +61,12 @@ LISTED = {
     # parallel, pipeline and training
     "_configure_launcher": "no strategy of Lightning's lets another rank's data begin elsewhere",
     "_data_parallel_size": "ModelParallelStrategy's",
+    "_data_fetcher": "the iterator of training batches, which a resumed run makes anew after its random numbers",
     "_device_mesh": "LightningModule's",
     "_foreach_mul_": "one launch for all gradients",
     "_foreach_norm": "one launch for all gradients",
     "_init_group": "states are made before a checkpoint fills them",
     "_modules": "a stage leaves out children of its model",
-    "_optimizer": "the optimiser inside of Lightning's",
     "_pytree": "tensors anywhere in a batch",
     "_trainer": "LightningModule's",
 }

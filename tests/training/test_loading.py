@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from lightning_helpers import loader, quiet_trainer, ragged_batches
+from safetensors.torch import save_file
 from tiny_models import tiny_model
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict_saver import save
 
-from lit_fused import CrossEntropyLoss, FusedCausalLMModule, UserError, from_config
+from lit_fused import CrossEntropyLoss, FusedCausalLMModule, from_config
 
 
 class Mine(FusedCausalLMModule):
@@ -31,7 +31,9 @@ def trained(tmp_path_factory) -> tuple[Path, Mine]:
     trainer.save_checkpoint(folder / "one.ckpt")
     saved = torch.load(folder / "one.ckpt")
     rest = {key: value for key, value in saved.items() if key not in ("state_dict", "optimizer_states")}
-    save({"state_dict": saved["state_dict"]}, checkpoint_id=folder / "folder.ckpt", no_dist=True)
+    weights = {f"state_dict.{name}": weight.clone() for name, weight in saved["state_dict"].items()}
+    (folder / "folder.ckpt").mkdir()
+    save_file(weights, folder / "folder.ckpt" / "shard-00001-model-00001-of-00001.safetensors")
     torch.save(rest, folder / "folder.ckpt" / "meta.pt")
     return folder, module
 
@@ -63,23 +65,10 @@ def test_a_checkpoint_is_loaded_by_its_class_with_what_is_no_plain_value_given_a
         FusedCausalLMModule.load_from_checkpoint(folder / name, backbone=tiny_model("llama"))
 
 
-def test_a_damaged_one_is_one_sentence(trained, tmp_path):
-    (tmp_path / "half.ckpt").write_bytes((trained[0] / "one.ckpt").read_bytes()[:9000])
-    with pytest.raises(UserError, match="half.ckpt is damaged"):
-        Mine.load_from_checkpoint(tmp_path / "half.ckpt", backbone=tiny_model("llama"))
-    with pytest.raises(UserError, match="there is no"):
-        Mine.load_from_checkpoint(tmp_path / "none.ckpt", backbone=tiny_model("llama"))
-
-
-@pytest.mark.parametrize("kind", [torch.int64, torch.bool, torch.complex64])
-def test_weights_of_another_kind_of_numbers_are_refused_and_another_precision_is_loaded(kind, trained, tmp_path):
+def test_weights_of_another_precision_are_loaded(trained, tmp_path):
     saved = torch.load(trained[0] / "one.ckpt")
     name = "model.backbone.lm_head.weight"
-    for dtype in (kind, torch.bfloat16):
-        state = saved["state_dict"] | {name: saved["state_dict"][name].to(dtype)}
-        torch.save(saved | {"state_dict": state}, tmp_path / f"{dtype}.ckpt")
-    for strict in (True, False):
-        with pytest.raises(UserError, match=rf"1 of \d+ parameters differ \({name}: \S+( numbers)? there, floating"):
-            Mine.load_from_checkpoint(tmp_path / f"{kind}.ckpt", backbone=tiny_model("llama"), strict=strict)
+    state = saved["state_dict"] | {name: saved["state_dict"][name].bfloat16()}
+    torch.save(saved | {"state_dict": state}, tmp_path / "torch.bfloat16.ckpt")
     loaded = Mine.load_from_checkpoint(tmp_path / "torch.bfloat16.ckpt", backbone=tiny_model("llama"))
     assert torch.equal(loaded.backbone.get_parameter("lm_head.weight"), state[name].float())

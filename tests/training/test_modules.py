@@ -419,9 +419,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_kept(tmp_path):
     checkpointed(tmp_path, max_steps=2).fit(FusedCausalLMModule(tiny_llama()), loader(ragged_batches(2)))
     before = (tmp_path / "last.ckpt").read_bytes()
     other = FusedCausalLMModule(tiny_llama(hidden_size=32))
-    with pytest.raises(
-        UserError, match=r"checkpoint is of another model: \d+ of \d+ parameters differ .*16.* there, .*32"
-    ):
+    with pytest.raises(UserError, match=r"checkpoint is of another model: \d+ weights differ .*16.* there, .*32"):
         checkpointed(tmp_path, max_steps=4).fit(other, loader(ragged_batches(2)), ckpt_path=tmp_path / "last.ckpt")
     assert (tmp_path / "last.ckpt").read_bytes() == before
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lit_fused import FusedCausalLMModule
 from lit_fused.callbacks import RunCheckpoint, WeightAverage
-from lit_fused.checkpoints.reading import read_weights
+from lit_fused.parallel.checkpoint import read_weights
 
 RATES: Any = {"min_lr": 1e-5, "max_lr": 1e-2}
 SIZES: Any = {"init_val": 2, "max_trials": 2, "steps_per_trial": 2}

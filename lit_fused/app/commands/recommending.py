@@ -10,9 +10,10 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from lit_fused.app.one_device import on_device, one_device_trainer
-from lit_fused.app.restore import configuration_of, item_file_of, restored, run_of, values_beside_weights
+from lit_fused.app.restore import configuration_of, item_file_of, restored, run_of
 from lit_fused.data.interactions import histories_of, write_recommendations
 from lit_fused.errors import UserError
+from lit_fused.parallel.checkpoint import read_rest
 from lit_fused.training import FusedRecommenderModule
 
 
@@ -48,7 +49,7 @@ def recommend(cfg: DictConfig) -> None:
         if not isinstance(module, FusedRecommenderModule):
             raise UserError(f"mode=recommend needs a run of module=recommender, and this is a {type(module).__name__}")
         data: Any = instantiate(of_run.data, folder=None, items=item_file_of(run))
-        data.see_checkpoint(values_beside_weights(checkpoint))
+        data.see_checkpoint(read_rest(checkpoint))
         # The file may have grown since: its new items come last, and the model has no rows of them.
         known = replace(data.interactions, item_ids=data.interactions.item_ids[: module.model.num_items])
         columns = data.columns[:3]

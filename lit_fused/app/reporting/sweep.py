@@ -26,7 +26,8 @@ import yaml
 from lit_fused.app.fine_tuning import with_rate
 from lit_fused.app.plain_yaml import plain_yaml
 from lit_fused.app.run_folder import in_use, overrides_in
-from lit_fused.checkpoints.whole_or_not import newest_in, resuming
+from lit_fused.atomic import newest_in
+from lit_fused.errors import resuming
 
 _SPEED, _PEAK = "throughput/tokens_per_sec", "memory/peak_allocated_gib"
 _RAN = " (ran as "  # a stand-in

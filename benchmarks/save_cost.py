@@ -1,0 +1,105 @@
+"""Compare a fit that saves a checkpoint every 50 steps with one that never does, in turns: milliseconds per step.
+
+    python benchmarks/save_cost.py --model qwen3_0_6b --rows 8 --length 2048 --precision bf16-mixed
+    python benchmarks/save_cost.py --hidden 256 --vocabulary 8192 --rows 2 --length 128 --steps 60 --every 20
+
+Steps are timed from one save to another, so that each turn has a whole number of saves; the first interval, in which
+memory for the copy is allocated, is not counted. Nothing waits for a GPU but the two ends.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from lightning.pytorch.callbacks import ModelCheckpoint
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import lit_fused
+from lit_fused.data import SyntheticDataModule
+
+ROOT = Path(__file__).parents[1]
+
+
+class Clock(L.Callback):
+    """Notes when two steps have ended, and what the device has done by then."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self.times, self.steps = dict.fromkeys((first, last), 0.0), (first, last)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        if trainer.global_step in self.steps:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.times[trainer.global_step] = time.perf_counter()
+
+    @property
+    def ms_per_step(self) -> float:
+        (first, begun), (last, ended) = self.times.items()
+        return (ended - begun) / (last - first) * 1000
+
+
+def model_of(options: argparse.Namespace) -> Any:
+    if options.model is None:
+        sizes = {"hidden_size": options.hidden, "intermediate_size": 3 * options.hidden, "num_hidden_layers": 4}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": options.hidden // 4}
+        return Qwen3ForCausalLM(Qwen3Config(vocab_size=options.vocabulary, **sizes, **heads))
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return instantiate(compose("train", [f"model={options.model}", "data=synthetic"]).model)
+
+
+def fit(options: argparse.Namespace, *, saves: bool) -> float:
+    """Return the milliseconds of a step."""
+    backbone = model_of(options)
+    data = SyntheticDataModule(backbone.config.vocab_size, options.length, options.rows, options.steps + 8, 1)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        clock = Clock(options.every, options.steps)
+        saver = ModelCheckpoint(folder, every_n_train_steps=options.every, filename="{step}")
+        trainer = L.Trainer(
+            max_steps=options.steps + 8,  # The last save ends within the fit.
+            precision=options.precision,
+            callbacks=[clock, *([saver] if saves else [])],
+            enable_checkpointing=saves,
+            strategy=options.strategy,
+            devices=options.devices,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            limit_val_batches=0,
+        )
+        trainer.fit(lit_fused.FusedCausalLMModule(backbone, compile="auto"), data)
+    return clock.ms_per_step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a name in conf/model; by default a small one of the two sizes below")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--precision", default="32-true")
+    parser.add_argument("--strategy", default="auto")
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=200, help="a multiple of --every")
+    parser.add_argument("--every", type=int, default=50)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--folder", help="where checkpoints are written for the time of a fit")
+    options = parser.parse_args()
+    found: dict[bool, list[float]] = {False: [], True: []}
+    for turn in range(options.turns):
+        for saves in (False, True) if turn % 2 == 0 else (True, False):
+            found[saves].append(fit(options, saves=saves))
+    never, saved = (statistics.median(found[saves]) for saves in (False, True))
+    print(f"never saved: {never:.2f} ms per step; saved every {options.every} steps: {saved:.2f} ms per step", end="")
+    print(f" ({100 * (saved / never - 1):+.1f} %); all turns {found}")
+
+
+if __name__ == "__main__":
+    main()
