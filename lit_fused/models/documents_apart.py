@@ -119,7 +119,7 @@ class OwnPositions:
         if self._search is None or "position_ids" in inputs or "attention_mask" in inputs:
             yield
             return
-        functions = vars(masking_utils)
+        functions: Any = vars(masking_utils)
         before = [(name, functions[name]) for name in self._ours]
         functions.update(self._ours)
         try:
