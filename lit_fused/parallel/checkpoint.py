@@ -373,7 +373,7 @@ class FolderCheckpoints(ModelParallelStrategy):
         return checkpoint
 
     def _shapes_of_ranks(self, weights: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the weights of all ranks, which may be those of different stages of a pipeline."""
+        """Return the shapes of the weights of all ranks, which may have different ones."""
         return {name: shape for own in objects_of_ranks(shapes_of(weights)) for name, shape in own.items()}
 
     def teardown(self) -> None:

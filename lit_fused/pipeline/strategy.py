@@ -161,7 +161,7 @@ class Pipelined(Sharded):
         check_never_compared(compile, regional=self.strategy.layout.schedule not in SPLIT_BACKWARD)
         check_compile(model, compile, self.strategy.root_device)
         module = type(self.strategy.lightning_module)
-        owner = next(base for base in module.__mro__ if "compute_loss" in vars(base))
+        owner = next((base for base in module.__mro__ if "compute_loss" in vars(base)), type(self))
         if not owner.__module__.startswith("lit_fused."):
             raise UserError(
                 f"{module.__name__} overrides compute_loss, which strategy=pp would not call; give the loss as an "

@@ -594,5 +594,6 @@ class AddsAKey(LlamaForCausalLM):
 
 
 def test_keys_that_a_model_adds_to_its_output_are_in_the_answer():
-    model: Any = lit_fused.fuse(AddsAKey(tiny("llama").config))
+    config: Any = tiny("llama").config
+    model: Any = lit_fused.fuse(AddsAKey(config))
     assert torch.equal(model(**BATCH).pooled, torch.zeros(3))
