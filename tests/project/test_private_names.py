@@ -68,7 +68,6 @@ LISTED = {
     "_modules": "a stage leaves out children of its model",
     "_optimizer": "the optimiser inside of Lightning's",
     "_pytree": "tensors anywhere in a batch",
-    "_setup_distributed": "ModelParallelStrategy's",
     "_trainer": "LightningModule's",
 }
 
