@@ -6,6 +6,7 @@ at every use, because strategies replace parameters after construction.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +47,9 @@ class OutputHead:
         divided, weight and bias are this rank's rows, those of :attr:`shard`.
         """
         hidden_states, weight = self._layer_operands(hidden_states)
-        return hidden_states, self._own_rows(weight), self._bias
+        if self.n_out is not None or isinstance(weight, DTensor):
+            weight = self._own_rows(weight)
+        return hidden_states, weight, self._bias
 
     @property
     def shard(self) -> VocabularyShard | None:
@@ -103,11 +106,11 @@ class OutputHead:
         return ", ".join(parts)
 
     def _layer_operands(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        if is_lora(self.layer):
+        if self._has_lora:
             return lora_operands(self.layer, hidden_states)
-        if trains_tokens(self.layer):
+        if self._trains_tokens:
             return hidden_states, weight_with_trained_tokens(self.layer)
-        return hidden_states, self._layer_weight
+        return hidden_states, self.layer.weight  # type: ignore[return-value]
 
     def _own_rows(self, of_layer: Tensor) -> Tensor:
         """Return this rank's rows of the layer's weight or bias, without those beyond ``n_out``."""
@@ -115,14 +118,22 @@ class OutputHead:
         own = of_layer.to_local() if isinstance(of_layer, DTensor) else of_layer
         return own if self.n_out is None else own[: max(self.n_out - start, 0)]
 
+    @cached_property
+    def _has_lora(self) -> bool:
+        return is_lora(self.layer)
+
+    @cached_property
+    def _trains_tokens(self) -> bool:
+        return trains_tokens(self.layer)
+
     @property
     def _layer_weight(self) -> Tensor:
-        layer = self.layer.original_module if trains_tokens(self.layer) else self.layer
+        layer = self.layer.original_module if self._trains_tokens else self.layer
         return layer.weight  # type: ignore[return-value]
 
     @property
     def _layer_bias(self) -> Tensor | None:
-        return None if trains_tokens(self.layer) else getattr(self.layer, "bias", None)
+        return None if self._trains_tokens else getattr(self.layer, "bias", None)
 
     @property
     def _offset_vector(self) -> Tensor | None:
@@ -131,7 +142,10 @@ class OutputHead:
     @property
     def _bias(self) -> Tensor | None:
         """Return what is added *after* the scale, (n_out,) or this rank's part of it; None if nothing is."""
-        bias, offset, shard = self._layer_bias, self._offset_vector, self.shard
+        bias = self._layer_bias
+        if bias is None and self.offset is None:
+            return None
+        offset, shard = self._offset_vector, self.shard
         if shard is not None and offset is not None:
             offset = offset[shard.start : shard.start + len(self._own_rows(self._layer_weight))]
         if bias is None:

@@ -126,6 +126,8 @@ class SpotCheck:
 
     def _fault_of_labels(self, found: Tensor, labelled: Tensor) -> str | None:
         """Compare what a model gave without and with labels."""
+        if not labelled.isfinite().all():
+            return self._of_no_numbers()
         if found.shape == labelled.shape and _relative(found, labelled) <= 1e-3 + 8 * torch.finfo(found.dtype).eps:
             return None
         return (
@@ -144,45 +146,49 @@ class SpotCheck:
         limit = 1e-5 * loss.abs() + 2 * torch.finfo(own.loss.dtype).eps * torch.maximum(loss.abs(), largest)
         if not summed.isfinite():
             return None
+        is_other = self._is_of_other_targets(loss - aux, own.logits.detach(), limit)
         for count in self.counts:
             self._count, known = count, summed / count.to(summed.device) + aux
             if (loss - known).abs() <= limit:
+                own.loss = None if is_other and self.may_be_other else own.loss  # Few digits do not tell them apart.
                 return None
-        if self.other_targets is not None:
-            other = _losses(own.logits.detach(), self.other_targets).sum()
-            if (loss - aux - other / (self.other_targets != IGNORE_INDEX).sum()).abs() <= limit:
-                if self.may_be_other:
-                    own.loss = None
-                    warnings.warn(
-                        f"the own loss of {self.name} does not shift the labels, and this module does; if its "
-                        "positions see later tokens, it would learn to copy",
-                        stacklevel=2,
-                    )
-                    return None
-                return (
-                    f"the own loss of {self.name} pairs positions and labels in another way than this module: one of "
-                    "the two shifts the labels by a position; choose the module for this kind of model (causal_lm, "
-                    "masked_lm or seq2seq_lm), or put labels that are not to be shifted into the batches as "
-                    "'shift_labels'"
-                )
+        if is_other and self.may_be_other:
+            own.loss = None
+            warnings.warn(
+                f"the own loss of {self.name} does not shift the labels, and this module does; if its positions see "
+                "later tokens, it would learn to copy",
+                stacklevel=2,
+            )
+            return None
+        if is_other:
+            return (
+                f"the own loss of {self.name} pairs positions and labels in another way than this module: one of the "
+                "two shifts the labels by a position; choose the module for this kind of model (causal_lm, masked_lm "
+                "or seq2seq_lm), or put labels that are not to be shifted into the batches as 'shift_labels'"
+            )
         return (
             f"the own loss of {self.name} has a term that would not be trained, or weighs labels: it is {loss:.6g}, "
             f"but cross entropy and auxiliary loss are {known:.6g}; switch this off (a router's: "
             "output_router_logits=False in its configuration) or choose loss=model"
         )
 
+    def _is_of_other_targets(self, loss: Tensor, logits: Tensor, limit: Tensor) -> bool:
+        if self.other_targets is None:
+            return False
+        mean = _losses(logits, self.other_targets).sum() / (self.other_targets != IGNORE_INDEX).sum()
+        return bool((loss - mean).abs() <= limit)
+
     def _fault_of_losses(self, head: OutputHead, losses: Tensor, fused: FusedResult, formula: "_Formula") -> str | None:
         if not formula.losses.isfinite().all():
-            return (
-                f"the output layer of {self.name} gives NaN or infinity for tokens of this batch; look for them in the "
-                "batch and in the model's weights"
-            )
+            return self._of_no_numbers()
         distance = _rms(losses.detach() - formula.losses)
         limit = 3 * formula.lost + _LOSS * (1 + _rms(formula.losses))
         if not distance <= limit:
             return self._of_logits(head, f"losses differ by {distance:.3g} nats, and rounding explains {limit:.2g}")
         found, expected = fused.loss_sum.item(), formula.losses.sum().item()
         limit = 2 * formula.lost * len(formula.losses) + _LOSS * abs(expected)
+        if not abs(found - expected) <= limit and head.shard is not None:  # The model's own is all there is.
+            return self._of_logits(head, f"the fused loss is {found:.6g}, and that of its own logits {expected:.6g}")
         if not abs(found - expected) <= limit:
             return self._of_backend(
                 f"the fused loss is {found:.6g} for the tokens of a slice, but logits in float64 give {expected:.6g}, "
@@ -225,6 +231,12 @@ class SpotCheck:
         return (
             f"{self.name} does something to its logits that is not the formula which its loss uses ({head}): {what}. "
             "Leave its logits as they were when training began, or choose loss=standard, which uses the model's own"
+        )
+
+    def _of_no_numbers(self) -> str:
+        return (
+            f"the output layer of {self.name} gets or gives NaN or infinity for tokens of this batch; look for them in "
+            "the batch and in the model's weights"
         )
 
     def _of_backend(self, what: str) -> str:

@@ -24,6 +24,7 @@ from transformers.integrations.fsdp import is_fsdp_enabled
 
 from lit_fused.errors import UserError, check_choice, check_number
 from lit_fused.heads import OutputHead, transformers_model
+from lit_fused.heads.capture import outputs_by_name
 from lit_fused.integrations.fused_pass import FusedPass, FusedSeq2SeqPass
 from lit_fused.integrations.trl_head import can_score, trl_settings
 from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, Loss, ModelInternalLoss, as_loss
@@ -197,7 +198,7 @@ class FusedForward:
         is_step = self.model.training and torch.is_grad_enabled() and self.model.device.type in _COMPILED_ON
         if self.compile == "auto" and self.layers is None and is_step and not is_traced:
             self.layers = _compiled(self.language)
-        with nullcontext() if self.layers is None else self.layers.in_use():
+        with nullcontext() if self.layers is None else self.layers.in_use(), outputs_by_name(self.model):
             return self.language.captured(head, run)
 
     captured = one_graph_break(captured, recursive=False)

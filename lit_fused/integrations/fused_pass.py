@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from lit_fused.heads import OutputHead, output_layer
+from lit_fused.heads import OutputHead
 from lit_fused.heads.capture import weights_here
 from lit_fused.heads.probe import without_cache
 from lit_fused.heads.with_labels import ignored_by_own_loss, labels_are_shifted_by, makes_no_decoder_inputs, router_loss
@@ -30,7 +30,6 @@ class FusedPass(LanguageModel):
     """
 
     _ignored: frozenset[str] = frozenset()  # arguments that the model takes and its own loss does not use
-    _own_loss: Any = None  # a function of logits and labels
     own: Callable[..., Any]  # the model's own forward
     check_every_n_steps = 100
     _mode: bool | None = None  # of the last call: True in training
@@ -44,7 +43,6 @@ class FusedPass(LanguageModel):
         self.loss.prepare(self, device)
         model = self.transformers_model
         assert model is not None
-        self._own_loss = model.loss_function
         try:
             self.shifts_labels = labels_are_shifted_by(model)
         except Exception:  # The model has no loss of its own, or needs more than token ids: images, for example.
@@ -55,14 +53,11 @@ class FusedPass(LanguageModel):
     @one_graph_break
     def begin(self, batch: Batch) -> tuple[OutputHead, dict[str, Any]]:
         """Return the head, identified if need be, and the arguments of the model's forward."""
-        layer = output_layer(self.backbone)
-        if isinstance(layer, FSDPModule):  # Its weight stays gathered until backward has passed.
-            layer.set_reshard_after_forward(False, recurse=False)
-        if self.transformers_model.loss_function is not self._own_loss:  # type: ignore[union-attr]
-            self.replace_head(None)
-        if self._head is None:
+        if self._head is None or self._layer != self._named_layer():
             self.prepare(self.backbone.device)  # type: ignore[arg-type]
         head = self.head_for(batch)
+        if isinstance(head.layer, FSDPModule):  # Its weight stays gathered until backward has passed.
+            head.layer.set_reshard_after_forward(False, recurse=False)
         return head, self.inputs_of(batch)
 
     @one_graph_break

@@ -122,6 +122,7 @@ class LinearCrossEntropyLoss(Loss):
         self._refuse_unsupported(self.options | ({"reduction": reduction} if reduction == "none" else {}))
         self.statistics = (*type(self).statistics, *(backend_attribute(self.backend, "statistics") or ()))
         self._usable: dict[torch.device, Backend] = {}
+        self._known = set[frozenset[str]]()  # names of options that the backend has taken
 
     def __repr__(self) -> str:
         settings = {"impl": backend_name(self.backend)} | self._settings_of_calls() | self.options
@@ -194,7 +195,7 @@ class LinearCrossEntropyLoss(Loss):
         self._refuse_settings_of_calls()
         head = model.prepare_hidden_states()
         if head is not None:
-            self._refuse_unsupported(_head_options(head))
+            self._refuse_unsupported(_head_options(head) | ({"bias": True} if head.has_bias else {}))
         self.backend_on(device)
 
     def check_vocabulary_parallel(self) -> None:
@@ -223,9 +224,7 @@ class LinearCrossEntropyLoss(Loss):
         if not smoothing and not z_loss:
             return self.compute(model, batch)
         if model.token_weights(batch) is not None or "statistics" not in supported_options(self.backend):
-            plain = copy.copy(self)  # One pass gives one sum there.
-            plain.options = {name: value for name, value in self.options.items() if name not in _ADDED}
-            return plain.compute(model, batch)
+            return self._plain().compute(model, batch)  # One pass gives one sum there.
         output = self.compute(model, batch)
         stats = dict(output.stats)
         added = z_loss * stats["lse_squared"]
@@ -244,11 +243,15 @@ class LinearCrossEntropyLoss(Loss):
     def cross_entropy(self, hidden_states: Tensor, targets: Tensor, head: OutputHead) -> Tensor:
         """Return the summed cross entropy () for a spot check: without what options add to it, and without a gradient
         where the backend's is approximate by intention."""
-        plain = copy.copy(self)
-        plain.options = {name: value for name, value in self.options.items() if name not in _ADDED}
         is_exact = not backend_attribute(self.backend_on(hidden_states.device), "approximate_backward")
         with torch.set_grad_enabled(torch.is_grad_enabled() and is_exact):
-            return plain._sums(hidden_states, targets, head).loss_sum
+            return self._plain()._sums(hidden_states, targets, head).loss_sum
+
+    def _plain(self) -> "LinearCrossEntropyLoss":
+        """Return the loss without what options add to the cross entropy."""
+        plain = copy.copy(self)
+        plain.options = {name: value for name, value in self.options.items() if name not in _ADDED}
+        return plain
 
     def _sums(self, hidden_states: Tensor, targets: Tensor, head: OutputHead) -> LossOutput:
         loss_sum, valid, stats = self._run(hidden_states, targets, head)
@@ -263,10 +266,10 @@ class LinearCrossEntropyLoss(Loss):
         hidden_states, weight, bias = head.operands(hidden_states)
         valid = check_inputs(hidden_states, weight, targets, bias, vocabulary=head.vocabulary)
         backend = self.backend_on(hidden_states.device)
-        options = _head_options(head) | self.options | more
-        if head.shard is not None:
+        options, shard = _head_options(head) | self.options | more, head.shard
+        if shard is not None:
             self.check_vocabulary_parallel()
-            options["shard"] = head.shard
+            options["shard"] = shard
         if bias is not None:
             options["bias"] = bias
         supported = supported_options(backend)
@@ -274,7 +277,9 @@ class LinearCrossEntropyLoss(Loss):
             hidden_states = hidden_states * options.pop("scale")
         if "chunk_size" not in supported:
             options.pop("chunk_size", None)
-        self._refuse_unsupported(options)
+        if (names := frozenset(options)) not in self._known:
+            self._refuse_unsupported(options)
+            self._known.add(names)
         hidden_ND = hidden_states.reshape(-1, hidden_states.shape[-1])
         if "reduction" in supported:
             options.setdefault("reduction", "sum")
@@ -351,9 +356,9 @@ def _successors(values: Tensor, last: float) -> Tensor:
 
 
 def _head_options(head: OutputHead) -> dict[str, Any]:
-    """Return the options that the head asks for; the bias itself is read with the operands."""
-    options = LossOptions(scale=head.scale, softcap=head.softcap).changed()
-    return options | ({"bias": True} if head.has_bias else {})
+    """Return the options that the head asks for, but for its bias, which is one of its operands."""
+    options = {} if head.scale == 1.0 else {"scale": head.scale}
+    return options if head.softcap is None else options | {"softcap": head.softcap}
 
 
 def rounding(dtype: torch.dtype, device: torch.device) -> float:

@@ -28,7 +28,7 @@ def spot_check(model: "LanguageModel", batch: Batch, *, thorough: bool) -> None:
     if labels_of(batch).ndim != 2 or not (model.loss.replaces_own or has_head):
         return
     batch = {**batch, "labels": labels_of(batch)}
-    head = model.head_for(batch) if has_head else None
+    head = model.prepare_hidden_states() or model.head_for(batch) if has_head else None
     part = slice_of(batch, model.targets(batch), model.vocabulary if head is None else head.vocabulary)
     fault = difference(model, part, head, thorough=thorough)
     if fault is not None:

@@ -18,7 +18,6 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +106,12 @@ class OwnPositions:
     def __init__(self) -> None:
         self._search = getattr(masking_utils, "find_packed_sequence_indices", None)
         self._are_plain = False
+        ours = {
+            "find_packed_sequence_indices": self._find,
+            "is_torchdynamo_exporting": _never,
+            "is_tracing": _is_traced,
+        }
+        self._ours = {name: function for name, function in ours.items() if hasattr(masking_utils, name)}
 
     @contextmanager
     def spared(self, inputs: Collection[str]) -> Iterator[None]:
@@ -114,14 +119,13 @@ class OwnPositions:
         if self._search is None or "position_ids" in inputs or "attention_mask" in inputs:
             yield
             return
-        ours = {
-            "find_packed_sequence_indices": self._find,
-            "is_torchdynamo_exporting": lambda: False,
-            "is_tracing": lambda mask=None: mask is not None and is_tracing(mask),  # None has no numbers to look at.
-        }
-        known = {name: function for name, function in ours.items() if hasattr(masking_utils, name)}
-        with mock.patch.multiple(masking_utils, **known):
+        functions = vars(masking_utils)
+        before = [(name, functions[name]) for name in self._ours]
+        functions.update(self._ours)
+        try:
             yield
+        finally:
+            functions.update(before)
 
     def _find(self, position_ids: Tensor) -> Tensor | None:
         assert self._search is not None
@@ -131,6 +135,14 @@ class OwnPositions:
         found = self._search(position_ids)
         self._are_plain |= several and alike and found is None
         return found
+
+
+def _never() -> bool:
+    return False
+
+
+def _is_traced(mask: Any = None) -> bool:
+    return mask is not None and is_tracing(mask)  # None has no numbers to look at.
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ Strategies wrap this one ``nn.Module``. The loss runs inside its forward, where 
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -88,6 +88,8 @@ class LanguageModel(nn.Module):
         # Forward passes call the compiled backbone; the plain one gives parameters the names that they have without it.
         self.backbone = without_compilation(backbone)
         self._compiled = None if backbone is self.backbone else (backbone,)
+        self._inner = (model,)  # in a tuple, as it is a part of the backbone
+        self._without_cache: dict[str, bool] | None = None
         self.loss = as_loss(loss)
         self.replace_head(None)
         self.packing: Form | UserError | None = None  # how documents in a row stay apart; the first such batch sets it
@@ -181,7 +183,7 @@ class LanguageModel(nn.Module):
     @property
     def transformers_model(self) -> PreTrainedModel | None:
         """The Hugging Face model inside the backbone, or None."""
-        return transformers_model(self.backbone)
+        return self._inner[0]
 
     @property
     def head(self) -> OutputHead | None:
@@ -191,6 +193,7 @@ class LanguageModel(nn.Module):
     def replace_head(self, head: OutputHead | None) -> None:
         """Describe the head anew, after its output layer has changed; None: identify it when a loss needs it."""
         self._head: OutputHead | None = head
+        self._layer = self._named_layer()  # that the head was identified with
         self._loaded = False  # weights, since the head was identified
         self._capture: InputCapture | None = None
         self._returns_hidden_states = False  # of a plain module: its first pass has shown that it does
@@ -261,17 +264,16 @@ class LanguageModel(nn.Module):
                 "a batch has adapter_names, PEFT's choice of an adapter for each row, that a fused loss cannot follow; "
                 "activate one adapter for all rows, or choose loss=standard"
             )
-        arguments = self.inputs_of(batch)
-        inputs, output = self.captured(head, lambda: self.run_backbone(arguments))
+        inputs, output = self.captured(head, self.run_backbone, self.inputs_of(batch))
         return self.only(inputs), head, router_loss(model, output)
 
-    def captured(self, head: OutputHead, run: Callable[[], Any]) -> tuple[list[Tensor], Any]:
-        """Run a transformers model's forward pass without its output layer. Return the layer's inputs, (..., D) for
-        each of its calls, and what ``run`` returned."""
+    def captured(self, head: OutputHead, run: Callable[..., Any], *arguments: Any) -> tuple[list[Tensor], Any]:
+        """Run a transformers model's forward pass, ``run(*arguments)``, without its output layer. Return the layer's
+        inputs, (..., D) for each of its calls, and what ``run`` returned."""
         if self._capture is None or self._capture.head is not head:
             self._capture = InputCapture(head)
-        with self._capture as inputs, explained_after_layer(self.backbone, inputs), outputs_by_name(self.backbone):
-            return inputs, run()
+        with self._capture as inputs, explained_after_layer(self.backbone, inputs):
+            return inputs, run(*arguments)
 
     def logits(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         if self.transformers_model is None:
@@ -304,20 +306,32 @@ class LanguageModel(nn.Module):
         return type(self.transformers_model or self.backbone).__name__
 
     def run_backbone(self, arguments: dict[str, Any]) -> Any:
-        in_blocks = documents_attention.in_blocks(self.packing == "blocks" and may_be_packed(arguments))
-        with outputs_by_name(self.backbone), self.own_positions.spared(arguments), in_blocks:
+        """Run the backbone, compiled or not, with named outputs."""
+        packed = self.packing == "blocks" and may_be_packed(arguments)
+        with ExitStack() as around:
+            around.enter_context(outputs_by_name(self.backbone))
+            around.enter_context(self.own_positions.spared(arguments))
+            if packed:
+                around.enter_context(documents_attention.in_blocks(True))
             return self._call(**arguments)
 
     def _call(self, **arguments: Any) -> Any:
         return (self._compiled[0] if self._compiled else self.backbone)(**arguments)
 
     def head_for(self, batch: Batch) -> OutputHead:
-        head = self.prepare_hidden_states()
+        head = self._head
+        if head is None or self._loaded or self._layer != self._named_layer():  # after resize_token_embeddings, say
+            head = self.prepare_hidden_states()
         if head is None:
             assert self.transformers_model is not None
             head = identify_head(self.transformers_model, self.inputs_of(batch))
             self.replace_head(head)
         return head
+
+    def _named_layer(self) -> tuple[Any, ...]:
+        """Return what the backbone calls its output layer, in a tuple: it is a part of the backbone."""
+        name: Any = getattr(self._inner[0] or self.backbone, "get_output_embeddings", None)
+        return () if name is None else (name(),)
 
     def returned_hidden_states(self, batch: Batch) -> Tensor:
         """Run a backbone that is no transformers model."""
@@ -344,7 +358,8 @@ class LanguageModel(nn.Module):
 
     def inputs_of(self, batch: Batch) -> dict[str, Any]:
         """Return the backbone's arguments for ``batch``. Every forward pass calls it."""
-        if self.needs_packing_check(batch):
+        is_packed_batch = batch.get("position_ids") is not None and may_be_packed(batch)
+        if is_packed_batch and self.needs_packing_check(batch):
             self.check_packing(batch)
         unread = [name for name in OF_SOME_LOSSES if batch.get(name) is not None and name not in self.loss.inputs]
         if unread:
@@ -361,9 +376,11 @@ class LanguageModel(nn.Module):
             raise UserError(
                 "a batch has output_router_logits; set it in the model's configuration, where it is checked first"
             )
-        if may_be_packed(batch) and isinstance(self.packing, str):
+        if is_packed_batch and isinstance(self.packing, str):
             inputs |= documents_apart.arguments(self.transformers_model, batch, self.packing)
-        return inputs | without_cache(self.transformers_model)
+        if self._without_cache is None:
+            self._without_cache = without_cache(self.transformers_model)
+        return inputs | self._without_cache
 
 
 def _look_again(model: LanguageModel, _: Any) -> None:

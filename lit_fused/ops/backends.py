@@ -100,6 +100,7 @@ def backend_by_name(name: str) -> Backend:
     return known[name]
 
 
+@functools.lru_cache(maxsize=64)
 def supported_options(backend: Backend) -> set[str]:
     """Return the options that a backend's signature names, and those that it says its ``**options`` are."""
     parameters = inspect.signature(backend).parameters

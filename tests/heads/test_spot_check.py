@@ -504,7 +504,7 @@ def refused_on_both_ranks(rank: int, folder: Path, strategy: str) -> None:
     sizes = {"fsdp2": (2, 1), "tp": (1, 2)}.get(strategy)
     placed = ModelParallelStrategy(*sizes) if sizes else strategy
     trainer = quiet_trainer(folder, devices=2, strategy=placed, max_steps=5, callbacks=changes)
-    with pytest.raises(UserError, match="HalfTheWeight does something to its logits|the spot check of rank 1"):
+    with pytest.raises(UserError, match="HalfTheWeight does something to its logits|has found a difference on rank 1"):
         trainer.fit(module, DataLoader([tiny_batch(2)] * 12, batch_size=None))  # type: ignore[arg-type]
     assert trainer.global_step == 2
 

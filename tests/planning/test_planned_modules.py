@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from composed import composed
 from lightning.pytorch.strategies import DDPStrategy
 from tiny_models import tiny_model
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lit_fused
 from lit_fused import FusedCausalLMModule, FusedMaskedLMModule, LinearCrossEntropyLoss, PlanOptions, UserError
+from lit_fused.app.commands.memory_plan import planned
 from lit_fused.filtered import Filtered
 from lit_fused.planning import Spread
 
@@ -122,3 +124,11 @@ def test_a_plan_prints_as_a_table():
     assert lines[0].split() == ["GiB", "forward", "backward", "optimizer"]
     assert lines[1].startswith("weights")
     assert lines[-1].startswith("total")
+
+
+def test_a_plan_of_adapters_has_gradients_of_them_alone():
+    lora = ("model=lora", "model@model.model=llama", "data=synthetic", "model.model.config.num_hidden_layers=1")
+    found = planned(composed(*lora), PlanOptions())
+    assert 0 < found["trained"] < 0.2 * found["parameters"]
+    gradients = found["phases_gib"]["optimizer"]["gradients"] * 2**30
+    assert gradients == pytest.approx(4 * found["trained"], rel=0.05)

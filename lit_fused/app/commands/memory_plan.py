@@ -9,12 +9,15 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Column, Table
+from torch import nn
 
 import lit_fused
 from lit_fused.app.commands.training import build_module
 from lit_fused.app.config import targets
 from lit_fused.app.reporting.run import leave
 from lit_fused.errors import UserError
+from lit_fused.heads import peft_model
+from lit_fused.models.load import places_of
 from lit_fused.objectives import PreferenceLoss
 from lit_fused.ops.operands import LEAST_GPU_BUDGET_MIB
 
@@ -124,7 +127,21 @@ def _module_without_memory(cfg: DictConfig) -> Any:
         node |= {"at_once": False} if "at_once" in node else {}
     with torch.device("meta"):
         backbone = instantiate(description)
+    if peft_model(backbone) is not None:
+        _repeat_one_number(backbone)
     return build_module(cfg, instantiate(cfg.loss), backbone)
+
+
+def _repeat_one_number(model: nn.Module) -> None:
+    """Give a model tensors of one number each, repeated without memory: weights on the meta device would count as late,
+    which adapters cannot be put around."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for _, module, name, tensor in list(places_of(model)):
+        if tensor not in made:
+            repeated = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[tensor] = nn.Parameter(repeated, tensor.requires_grad) if is_parameter else repeated
+        setattr(module, name, made[tensor])
 
 
 def _fitting(cfg: DictConfig, options: lit_fused.PlanOptions, result: dict[str, Any], memory: float) -> dict[str, Any]:
