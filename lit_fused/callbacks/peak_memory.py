@@ -60,7 +60,7 @@ class PeakMemoryMonitor(L.Callback):
     The names, all in GiB, are memory/peak_allocated_gib, memory/forward_gib, memory/backward_gib, memory/optimizer_gib,
     on CUDA memory/peak_reserved_gib, and with ``per_rank`` memory/rank_0_gib, ... On CUDA they are the caching
     allocator's, on a Linux CPU the resident memory of the whole process. A step's figure is the maximum over its
-    micro-batches and over ranks. A pipeline's forward runs inside of its backward: both are the phase "backward".
+    micro-batches and over ranks. What a strategy runs of backward inside of ``training_step`` is the phase "forward".
 
     Attributes:
         peaks: after fit, the largest GiB of each of "forward", "backward", "optimizer", over steps and ranks.

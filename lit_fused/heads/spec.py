@@ -95,7 +95,7 @@ class OutputHead:
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def __str__(self) -> str:
-        # Ranks of a pipeline have a placeholder for the layer of the last stage.
+        # A rank without the layer has a placeholder.
         is_here = hasattr(self.layer, "weight") or trains_tokens(self.layer)
         parts = [f"{type(self.layer).__name__} {tuple(self._layer_weight.shape)}" if is_here else "output layer"]
         parts += ["bias"] if self._layer_bias is not None else []

@@ -193,7 +193,7 @@ def experiment(length: int, vocabulary: int, device: torch.device) -> tuple[dict
 class WithNoise(TorchFunctionMode):
     """Makes the functions that are called in a ``with`` block see noise added to every parameter that they are given.
 
-    The parameters stay as they are, also where FSDP or a pipeline manages them, and only one sum exists at a time.
+    The parameters stay as they are, also where a strategy manages them, and only one sum exists at a time.
     Entries of a matrix get noise that keeps the size of its inputs, others a tenth. Random numbers are its own.
     """
 

@@ -107,7 +107,7 @@ class LanguageModel(nn.Module):
         return replace(self.compute(self, batch), num_items=batch.get("num_items_in_batch"))
 
     def compute(self, forward_pass: ForwardPass, batch: Batch) -> LossOutput:
-        """Return the sums of a batch, given a forward pass: this model, or the last stage of a pipeline."""
+        """Return the sums of a batch, given a forward pass: this model, or the part of it that has the output layer."""
         trains = self.training or torch.is_grad_enabled()
         return (self.loss.compute if trains else self.loss.measure)(forward_pass, batch)
 

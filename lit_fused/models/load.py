@@ -215,7 +215,7 @@ def _receive(model: nn.Module, backbone: nn.Module, source: _Source, device: tor
     _replace(backbone, made)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         model.to(device)  # FSDP2 refreshes its own references to the shards
-    # A rank of a pipeline has some of the names alone, so the options are not strict.
+    # A rank may have some of the names alone, so the options are not strict.
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_model_state_dict(backbone, {} if whole is None else whole.state_dict(), options=options)
 

@@ -16,9 +16,9 @@ class ScoredLoss(LinearCrossEntropyLoss):
     """A loss of the scores of a batch's tokens. A subclass writes :meth:`of_scores`, or :meth:`compute` if it
     needs more than one pass of scores.
 
-    Whatever it averages over (pairs, groups, tokens) is the ``num_tokens`` of its sums, so that accumulation, data
-    parallelism, pipelines and evaluation are as exact as for cross entropy. A row without labels has no weight: a
-    pipeline fills up its micro-batches with such rows.
+    Whatever it averages over (pairs, groups, tokens) is the ``num_tokens`` of its sums, so that accumulation,
+    parallelism and evaluation are as exact as for cross entropy. A row without labels has no weight: batches are filled
+    up with such rows.
 
     Args:
         logits_budget_mib: size of the chunk of logits in MiB; None is the default of :func:`lit_fused.token_scores`.

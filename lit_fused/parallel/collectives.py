@@ -1,7 +1,7 @@
 """Clip gradients by a norm over all ranks, and compare what several ranks have copies of.
 
 Each parameter counts once. The squares of a shard are summed over the mesh dimensions that it is sharded on; a tensor
-that is the same on several ranks is not summed over them. Stages of a pipeline have different parameters, so there the
+that is the same on several ranks is not summed over them. Where ranks have different parameters, the
 squares are summed over its ranks as well.
 """
 

@@ -144,12 +144,12 @@ class Placement:
     def run(self, model: LanguageModel, batch: Batch, compute_loss: Run, scale: float) -> LossOutput:
         """Return the sums of a training batch. Backward begins at ``loss_sum``, times ``scale``.
 
-        A pipeline runs forward and backward at once, and returns a ``loss_sum`` whose own backward does nothing.
+        A placement may run forward and backward at once, and return a ``loss_sum`` whose backward gives the gradients.
         """
         return compute_loss(batch)
 
     def evaluate(self, model: LanguageModel, batch: Batch) -> LossOutput:
-        """Return the sums of a batch, of training under any strategy but a pipeline, and of evaluation."""
+        """Return the sums of a batch, of training unless :meth:`run` does it itself, and of evaluation."""
         return model(batch)
 
     def token_losses(self, model: LanguageModel, batch: Batch) -> Tensor:
@@ -216,8 +216,8 @@ class Replicated(Placement):
         if not isinstance(self.strategy, DDPStrategy):
             raise UserError(
                 f"{type(self.strategy).__name__} is not supported: the loss and its token counts are exact on a single "
-                "device, under DDP, FSDP2, tensor parallelism and pipelines; choose strategy=auto, ddp, fsdp2 "
-                "(lit_fused.parallel.FSDP2Strategy()), tp, fsdp2_tp, pp or pp_fsdp2"
+                "device, under DDP, FSDP2, tensor parallelism; choose strategy=auto, ddp, fsdp2 "
+                "(lit_fused.parallel.FSDP2Strategy()), tp, or fsdp2_tp"
             )
         super().check(model, training=training, compile=compile)
 

@@ -175,6 +175,6 @@ def check_never_compared(compile: str, *, regional: bool = True) -> None:
     """Raise UserError for ways to compile layers that were never tested; ``regional``: compiled layers were."""
     if compile not in ("none", *(("regional", "where possible") if regional else ())):
         raise UserError(
-            f"compile={compile} was never tested under tensor parallelism or a pipeline; choose "
+            f"compile={compile} was never tested with layers divided so; choose "
             f"compile={'regional' if regional else 'none'}, or strategy=ddp or fsdp2"
         )

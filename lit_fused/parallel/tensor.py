@@ -152,7 +152,7 @@ def _copied(backbone: PreTrainedModel) -> list[str]:
 
 
 def _divide_layers(backbone: PreTrainedModel, mesh: DeviceMesh) -> None:
-    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES  # Not every version has them.
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES  # type: ignore[attr-defined]
 
     embedding: Any = backbone.get_input_embeddings()
     output: Any = output_layer(backbone)

@@ -98,6 +98,7 @@ class Pipeline:
 
     def spot_check(self, batch: Batch) -> None:
         """Check what the model does behind its body, on the last stage (heads/spot_check.py)."""
+        documents_apart.check_mask(batch)
         self._run("check", batch, lambda h, rows: self._forward_pass.spot_check({**rows, "hidden_states": h}))
 
     def token_losses(self, batch: Batch) -> Tensor:
@@ -236,13 +237,11 @@ class Pipeline:
         unknown = sorted(name for name, value in batch.items() if value is not None and name not in known)
         if unknown:
             raise UserError(
-                f"under strategy=pp a batch has input_ids, labels, {' and '.join(_INPUTS)}; this one also has "
-                f"{', '.join(unknown)}, which no stage would get. Leave them out, or choose strategy=ddp or fsdp2"
+                f"under strategy=pp a batch has {', '.join(known)}; this one also has {', '.join(unknown)}, "
+                "which no stage would get. Leave them out, or choose strategy=ddp or fsdp2"
             )
         if not isinstance(ids, Tensor) or ids.shape != labels.shape or not labels.numel():
             raise UserError("strategy=pp divides a batch by rows: expected input_ids and labels, integers (B, T)")
-        documents_apart.check_mask(batch)
-        self.model.token_weights(batch)
         check_entries(ids, self.divided.embedding_rows)
         if ids.device.type == "cpu":
             check_range(labels, self.model.vocabulary)

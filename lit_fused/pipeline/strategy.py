@@ -9,7 +9,7 @@ second have the same stages.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -203,8 +203,8 @@ class Pipelined(Sharded):
         check_compile(model, compile, self.strategy.root_device)
         module = type(self.strategy.lightning_module)
         for method in ("compute_loss", "backward"):  # The schedule has run backward when Lightning's begins.
-            owner = next(base for base in module.__mro__ if method in vars(base))
-            if not owner.__module__.startswith("lit_fused."):
+            owner = next((base for base in module.__mro__ if method in vars(base)), type(self))
+            if not owner.__module__.startswith(("lit_fused.", "lightning.")):
                 raise UserError(
                     f"{module.__name__} overrides {method}, which strategy=pp would not call; give the loss as an "
                     "object (lit_fused/losses/loss.py), or choose strategy=ddp or fsdp2"
@@ -265,7 +265,7 @@ class Pipelined(Sharded):
     def token_losses(self, model: LanguageModel, batch: Batch) -> Tensor:
         return self.strategy.pipeline.token_losses(batch)
 
-    def generating(self, device: torch.device) -> AbstractContextManager[None]:
+    def generating(self, device: torch.device) -> Any:
         otherwise = "export it (save_pretrained), and let one device generate"
         raise UserError(f"a model that is divided over a pipeline does not generate text; {otherwise}")
 

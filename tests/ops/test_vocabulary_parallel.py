@@ -28,9 +28,9 @@ from lit_fused.ops import (
 from lit_fused.ops.hopper import narrow_path
 from lit_fused.ops.kernel_path import HeadCall, Inputs, Wanted
 from lit_fused.ops.options import LossOptions
-from lit_fused.ops.products import NoKernels
 from lit_fused.ops.vocabulary_parallel import ELSEWHERE, VocabularyShard
 from lit_fused.parallel.tensor import divide_output_layer
+from lit_fused.planning.planned_heads import NoKernels
 
 RANKS = 3
 SPLITS = {"even": (33, 32, 32), "uneven": (60, 7, 30), "one_empty": (50, 0, 47), "two_ranks": (49, 48)}

@@ -59,6 +59,18 @@ REFUSED = {
 }
 
 
+def test_no_other_room_names_a_pipeline():
+    package = Path(lit_fused.__file__).parent
+    # The names in a run's configuration, transformers' pipeline, and optimisers that are stored by stages.
+    allowed = {"app/trusted.py", "models/generation.py", "parallel/strategies.py"}
+    found = [
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if "pipeline" in path.read_text().lower() and path.relative_to(package).parts[0] != "pipeline"
+    ]
+    assert {*found} <= allowed
+
+
 def launch(folder: Path, *scenarios: str, processes: int = 2, timeout: float = 150) -> list[dict[str, Any]]:
     run(JOB, processes, folder, *scenarios, timeout=timeout)
     return [torch.load(folder / f"{scenario}.pt", weights_only=False) for scenario in scenarios]
