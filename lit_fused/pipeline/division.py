@@ -128,6 +128,6 @@ def prune(model: LanguageModel, decoder: Decoder, layers: Sequence[range], divid
         if decoder.norm is not None:
             setattr(decoder.base, decoder.norm, Elsewhere(divided))
         assert head is not None
-        setattr(decoder.model, decoder.head, Elsewhere(divided))
+        setattr(decoder.model, decoder.head, Elsewhere(divided))  # first: replace_head remembers the model's layer
         model.replace_head(replace(head, layer=Elsewhere(divided), n_out=head.vocabulary, offset=None))
     gc.collect()  # what captured the output layer's input refers to itself, and to that layer

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lit_fused.errors import UserError, checked_options
@@ -161,16 +162,17 @@ class Pipelined(Sharded):
         check_never_compared(compile, regional=self.strategy.layout.schedule not in SPLIT_BACKWARD)
         check_compile(model, compile, self.strategy.root_device)
         module = type(self.strategy.lightning_module)
-        owner = next((base for base in module.__mro__ if "compute_loss" in vars(base)), type(self))
-        if not owner.__module__.startswith("lit_fused."):
-            raise UserError(
-                f"{module.__name__} overrides compute_loss, which strategy=pp would not call; give the loss as an "
-                "object (lit_fused/losses/loss.py), or choose strategy=ddp or fsdp2"
-            )
+        for method in ("compute_loss", "backward"):  # The schedule has run backward when Lightning's begins.
+            owner = next((base for base in module.__mro__ if method in vars(base)), type(self))
+            if not owner.__module__.startswith(("lit_fused.", "lightning.")):
+                raise UserError(
+                    f"{module.__name__} overrides {method}, which strategy=pp would not call; give the loss as an "
+                    "object (lit_fused/losses/loss.py), or choose strategy=ddp or fsdp2"
+                )
         if getattr(getattr(model.loss, "objective", None), "single", False):
             raise UserError(
-                "this objective runs the model a second time, on answers to other prompts, which strategy=pp does not; "
-                "choose strategy=ddp or fsdp2, or an objective of pairs"
+                f"objective={model.loss.name} runs the model a second time, on answers to other prompts, which "
+                "strategy=pp does not; choose strategy=ddp or fsdp2, or an objective of pairs"
             )
 
     def check_frozen(self, model: LanguageModel, what: str, instead: str, *, compile: str) -> None:
@@ -191,9 +193,13 @@ class Pipelined(Sharded):
         rank = self.mesh["pipeline_parallel"].get_local_rank()
         if divided is None:
             divided = divide(model, layout, rank, strategy.root_device, sharded_over)
-        if (divided.layout.num_stages, sorted(divided.stages)) != (layout.num_stages, sorted(layout.stages_of(rank))):
+        # Pipelines without FSDP2 average their gradients, which would mix different shards of an earlier FSDP2's.
+        is_sharded = any(isinstance(stage, FSDPModule) for stage in divided.stages.values())
+        found = divided.layout.num_stages, sorted(divided.stages), is_sharded
+        if found != (layout.num_stages, sorted(layout.stages_of(rank)), strategy.fully_shard):
             raise UserError(
-                "the model was divided for another schedule before; build it anew, and load a checkpoint of it"
+                "the model was divided for another schedule, or sharded otherwise, before; build it anew, and load a "
+                "checkpoint of it"
             )
         strategy.pipeline = Pipeline(model, divided, strategy)
 

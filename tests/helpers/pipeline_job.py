@@ -150,6 +150,11 @@ class OwnLoss(FusedCausalLMModule):
         return super().compute_loss(batch)
 
 
+class OwnBackward(FusedCausalLMModule):
+    def backward(self, loss: Tensor, *_: Any, **__: Any) -> None:
+        (loss / 2).backward()
+
+
 def wrong(hidden_states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return 1.1 * F.cross_entropy(hidden_states @ weight.T, targets, reduction="sum")
 
@@ -182,7 +187,7 @@ def refusals(folder: Path) -> dict[str, Any]:
 
     fused = FusedCausalLMModule
     ids = ragged()[0]["input_ids"]
-    divided = fused(llama())
+    divided, sharded = fused(llama()), fused(llama())
     runs = {
         "encoder-decoder": fit(seq2seq()),
         "adapters": fit(fused(adapted())),
@@ -195,6 +200,7 @@ def refusals(folder: Path) -> dict[str, Any]:
         "loss=model": fit(fused(llama(), ModelInternalLoss())),
         "training_step": fit(OwnStep(llama())),
         "compute_loss": fit(OwnLoss(llama())),
+        "backward": fit(OwnBackward(llama())),
         "few layers": fit(fused(llama(2)), strategy=PipelineStrategy(2, schedule="Interleaved1F1B")),
         "other inputs": fit(fused(llama()), changed(token_type_ids=torch.zeros_like(ids))),
         "different batches": fit(fused(llama()), changed(input_ids=ids.roll(int(os.environ["RANK"]), 0))),
@@ -203,6 +209,8 @@ def refusals(folder: Path) -> dict[str, Any]:
         "wrong loss": fit(fused(llama(), LinearCrossEntropyLoss(wrong))),
         "divided": fit(divided),
         "divided otherwise": fit(divided, strategy=PipelineStrategy(2, schedule="Interleaved1F1B")),
+        "sharded": fit(sharded, strategy=PipelineStrategy(2, fully_shard=True)),
+        "sharded otherwise": fit(sharded),
         "generate": lambda: divided.generate(ids[:1]),
     }
     return {name: objects_of_ranks(or_refusal(run)) for name, run in runs.items()}

@@ -46,13 +46,15 @@ REFUSED = {
     "loss=model": "loss=model needs the whole model in one process.*choose loss=standard or loss=chunked",
     "training_step": r"OwnStep.training_step must return what super\(\).training_step\(...\) returned",
     "compute_loss": "OwnLoss overrides compute_loss",
+    "backward": "OwnBackward overrides backward, which strategy=pp would not call",
     "few layers": "4 pipeline stages need at least as many layers, and the model has 2",
     "other inputs": "this one also has token_type_ids, which no stage would get",
     "different batches": "the ranks of a pipeline got different batches",
     "ids": r"input_ids must lie in \[0, 97\)",
     "labels": r"labels must lie in \[0, 97\)",
     "wrong loss": "tokens of a slice, but logits in float64 give",
-    "divided otherwise": "was divided for another schedule before",
+    "divided otherwise": "was divided for another schedule, or sharded otherwise, before",
+    "sharded otherwise": "was divided for another schedule, or sharded otherwise, before",
     "generate": "a model that is divided over a pipeline does not generate text; export it",
 }
 
@@ -138,7 +140,7 @@ def test_a_checkpoint_moves_between_schedules_numbers_of_stages_and_a_single_dev
 @pytest.mark.timeout(180)
 def test_what_a_pipeline_would_get_wrong_is_refused_on_every_rank(tmp_path):
     (found,) = launch(tmp_path, "refusals")
-    assert found.pop("divided") == [None, None]
+    assert found.pop("divided") == found.pop("sharded") == [None, None]
     assert found.keys() == REFUSED.keys()
     for name, message in REFUSED.items():
         for refusal in found[name]:
