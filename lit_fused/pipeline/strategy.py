@@ -171,7 +171,7 @@ class Pipelined(Sharded):
                 )
         if getattr(getattr(model.loss, "objective", None), "single", False):
             raise UserError(
-                f"objective={model.loss.name} runs the model a second time, on answers to other prompts, which "
+                f"objective={getattr(model.loss, 'name', None)} runs the model a second time, on answers to other prompts, which "
                 "strategy=pp does not; choose strategy=ddp or fsdp2, or an objective of pairs"
             )
 

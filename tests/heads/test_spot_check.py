@@ -518,7 +518,7 @@ def test_a_fault_of_one_rank_stops_all_ranks(strategy, tmp_path):
 
 @pytest.mark.gpu
 def test_the_host_waits_for_a_gpu_in_no_step_that_is_not_checked():
-    model = prepared(tiny_model("llama").cuda())
+    model = prepared(nn.Module.to(tiny_model("llama"), "cuda"))
     batch = {name: value.to("cuda") for name, value in tiny_batch().items()}
     model(batch).loss.backward()
     torch.cuda.set_sync_debug_mode("error")
