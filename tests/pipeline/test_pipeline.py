@@ -164,7 +164,7 @@ def test_the_stage_that_has_the_head_has_fewer_layers():
     assert [len(layers) for layers in layers_of_stages(4, 3, head=20.0)] == [2, 1, 1]
     config = tiny_model("qwen3", num_hidden_layers=28, vocab_size=1500).config  # A head of some six layers' size
     model: Any = LanguageModel(lit_fused.from_config(config), LinearCrossEntropyLoss())
-    divide(model, "", Layout.of("1F1B", 2, None), 0, torch.device("cpu"), None)
+    divide(model, Layout.of("1F1B", 2, None), 0, torch.device("cpu"), None)
     assert [isinstance(layer, Elsewhere) for layer in model.backbone.model.layers] == 16 * [False] + 12 * [True]
 
 
@@ -208,7 +208,7 @@ def test_a_stage_waits_for_no_search_for_documents_in_a_micro_batch_without_posi
     device = torch.device("cpu")
     if not late:
         model.prepare(device)
-    [stage] = divide(model, "", Layout.of("1F1B", 2, None), 0, device, None).stages.values()
+    [stage] = divide(model, Layout.of("1F1B", 2, None), 0, device, None).stages.values()
     lit_fused.materialize(model)
     search = mock.Mock(wraps=masking_utils.find_packed_sequence_indices)
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", search)
@@ -234,7 +234,7 @@ def test_a_model_without_weights_has_the_head_of_its_small_twin(architecture):
     model: Any = LanguageModel(lit_fused.from_config(config), LinearCrossEntropyLoss())
     whole: Any = LanguageModel(tiny_model(architecture), LinearCrossEntropyLoss())
     whole.prepare_hidden_states()
-    divide(model, "", Layout.of("1F1B", 2, None), 1, torch.device("cpu"), None)
+    divide(model, Layout.of("1F1B", 2, None), 1, torch.device("cpu"), None)
     lit_fused.materialize(model)
     assert str(model.head) == str(whole.head)
     assert model.head.layer is model.backbone.get_output_embeddings()
