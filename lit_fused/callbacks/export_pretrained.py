@@ -86,7 +86,7 @@ class ExportPretrained(L.Callback):
             rank_zero_warn(f"no checkpoint was compared by {saver.monitor}; the last weights are exported")
         elif saver is not None:
             weights = read_weights(path) if trainer.is_global_zero else {}
-            self.step = read_rest(path)["global_step"]
+            self.step = int(read_rest(path)["global_step"])
             score = {} if saver.best_model_score is None else {str(saver.monitor): float(saver.best_model_score)}
             metrics = self._measured.get(self.step, {}) | score
         try:
