@@ -81,15 +81,20 @@ def whole_checkpoint(path: str | Path) -> Path:
     raise UserError(f"there is no {path}")
 
 
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the paths of the whole checkpoints in a folder."""
+    found = (*folder.glob("*.ckpt"), *folder.glob("*.ckpt" + _PREVIOUS))
+    return [*filter(is_whole, {path.with_name(path.name.removesuffix(_PREVIOUS)) for path in found})]
+
+
 def newest_in(folder: Path) -> Path | None:
-    """Return the last whole checkpoint that was written into a folder, or None without one."""
-    found: dict[Path, float] = {}
-    for path in (*folder.glob("*.ckpt"), *folder.glob("*.ckpt" + _PREVIOUS)):
-        with suppress(UserError, OSError):
-            place = whole_checkpoint(path)
-            found[path] = (place / REST if place.is_dir() else place).stat().st_mtime
-    newest = max(found, key=lambda path: found[path], default=None)
-    return None if newest is None else newest.with_name(newest.name.removesuffix(_PREVIOUS))
+    """Return the whole checkpoint that was written last into a folder, or None without one."""
+
+    def written(path: Path) -> float:
+        place = whole_checkpoint(path)
+        return (place / REST if place.is_dir() else place).stat().st_mtime
+
+    return max(checkpoints_in(folder), key=written, default=None)
 
 
 def is_whole(path: Any) -> bool:

@@ -13,7 +13,7 @@ from transformers import AutoModelForMaskedLM, PreTrainedTokenizerBase
 
 from lit_fused.app.config import refuse_code_of_folders
 from lit_fused.app.run_config import folder_of_run, read_config, started_in
-from lit_fused.atomic import newest_in, whole_checkpoint
+from lit_fused.atomic import checkpoints_in, whole_checkpoint
 from lit_fused.data.tokenizer import load_tokenizer
 from lit_fused.errors import UserError
 from lit_fused.models.hub import auto_class
@@ -57,7 +57,8 @@ def load(path: str | Path, *, trust: Collection[str] = ()) -> FusedLMModule:
     """
     path = Path(path).expanduser().absolute()
     if (path / ".hydra").is_dir():
-        path = newest_in(path / "checkpoints") or path / "exported"
+        found = checkpoints_in(path / "checkpoints")  # Copies are written in any order: the last step counts.
+        path = max(found, key=lambda checkpoint: read_rest(checkpoint)["global_step"], default=path / "exported")
     if (path / "config.json").is_file():
         model = from_pretrained(path)
         is_masked = auto_class(model.config) is AutoModelForMaskedLM

@@ -58,7 +58,7 @@ class LossOutput:
 
 
 class ForwardPass(Protocol):
-    """What a loss may ask of a model, for a batch (B, T)."""
+    """A forward pass, as a loss may ask a model for it, of a batch (B, T)."""
 
     few_targets: bool  # most positions have no target: leave them out before the output layer's products
 

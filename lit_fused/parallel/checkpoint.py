@@ -232,7 +232,7 @@ class CheckpointFiles(TorchCheckpointIO):
 
     @property
     def stager(self) -> DefaultStager:
-        """What copies tensors to CPU memory; on a GPU it keeps that memory, which is pinned."""
+        """Copies tensors to CPU memory; on a GPU it keeps that memory, which is pinned."""
         if self._stager is None:
             is_cuda = self.trainer.strategy.root_device.type == "cuda"
             options = {"use_pinned_memory": is_cuda, "use_non_blocking_copy": is_cuda}

@@ -233,17 +233,6 @@ def test_after_the_first_step_the_configuration_is_not_to_blame(tmp_path, monkey
         step.__globals__["__name__"] = name
 
 
-def test_resuming_with_another_optimizer_is_refused_by_what_its_state_lacks(tmp_path):
-    assert not outcome("callbacks.checkpoint.every_n_train_steps", 1, tmp_path)
-    cfg = changed("ckpt_path", str(tmp_path / "checkpoints" / "last.ckpt"), resolve=False)
-    cfg.optimizer = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.1, "momentum": 0.9}
-    cfg.output_dir = cfg.trainer.default_root_dir = cfg.logger.csv.save_dir = str(tmp_path)
-    cfg.trainer.max_steps = 2
-    with pytest.raises(CompactHydraException, match="another optimizer than SGD: it has no .*momentum") as caught:
-        run(cfg)
-    assert "Resume with the optimizer of the run" in str(caught.value)
-
-
 def test_a_number_that_python_does_not_read_is_refused_on_the_command_line(tmp_path):
     done = train(tmp_path, "+seeds=" + "9" * 5000)
     assert done.status == 1

@@ -549,7 +549,11 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"impl": Filtered(2**-8)}, {"z_loss": 1e-4}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"recompute": True}, {"impl": Filtered(2**-8)}, {"z_loss": 1e-4}],
+    ids=["plain", "recompute", "filtered", "z_loss"],
+)
 def test_labels_are_checked_compared_and_counted_once_in_a_step(options):
     hidden, layer = hidden_and_layer()
     labels = torch.randint(VOCABULARY, (3, 20))

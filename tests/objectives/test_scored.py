@@ -101,7 +101,7 @@ def test_the_check_of_the_first_batch_compares_the_scores_that_are_trained_on(tm
             return scores._replace(log_prob=1.1 * scores.log_prob)
 
     module = FusedCausalLMModule(tiny_model("llama"), Wrong())
-    with pytest.raises(UserError, match="the logits in float64 give"):
+    with pytest.raises(UserError, match="but logits in float64 give"):
         quiet_trainer(tmp_path, max_steps=1).fit(module, loader([pairs(2)]))
 
 

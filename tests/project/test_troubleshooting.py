@@ -97,7 +97,6 @@ CASES: dict[str, Callable[[], Any]] = {
     "A model that was loaded in bfloat16": lambda: fit(
         type(tiny_llama())._from_config(tiny_llama().config, dtype=torch.bfloat16), precision="bf16-mixed"
     ),
-    "Adam with `precision=16-true`": lambda: fit(tiny_llama(), precision="16-true"),
     "`model.to(torch.bfloat16)` before training": lambda: fit(nn.Module.to(tiny_llama(), torch.bfloat16)),
     "Rotary embeddings of one's own under `precision=bf16-true`": lambda: fit(OwnRotary(), precision="bf16-true"),
     "Inputs in float64": lambda: fit(
