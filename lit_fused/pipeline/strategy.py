@@ -171,8 +171,8 @@ class Pipelined(Sharded):
                 )
         if getattr(getattr(model.loss, "objective", None), "single", False):
             raise UserError(
-                f"objective={getattr(model.loss, 'name', None)} runs the model a second time, on answers to other prompts, which "
-                "strategy=pp does not; choose strategy=ddp or fsdp2, or an objective of pairs"
+                f"objective={getattr(model.loss, 'name', None)} runs the model a second time, on answers to other "
+                "prompts, which strategy=pp does not; choose strategy=ddp or fsdp2, or an objective of pairs"
             )
 
     def check_frozen(self, model: LanguageModel, what: str, instead: str, *, compile: str) -> None:

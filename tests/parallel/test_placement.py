@@ -76,7 +76,7 @@ def test_ddp_cuts_a_compiled_graph_at_its_buckets_only_if_it_is_of_the_whole_mod
 def test_no_strategy_is_told_by_its_class_outside_of_parallel():
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
-        if path.is_relative_to(PACKAGE / "parallel") or path.is_relative_to(PACKAGE / "pipeline"):
+        if path.relative_to(PACKAGE).parts[0] in ("parallel", "pipeline", "planning"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass"):
