@@ -20,6 +20,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -204,7 +205,7 @@ class CheckpointFiles(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         self.wait()  # The copy in CPU memory is used again.
-        copy, target = self.stager.stage(checkpoint), Path(path)
+        copy, target = self._staged(checkpoint), Path(path)
 
         def write() -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -212,6 +213,20 @@ class CheckpointFiles(TorchCheckpointIO):
                 torch.save(copy, partial)
 
         self.run(write)
+
+    def _staged(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy whose tensors are in CPU memory. The stager gets them alone: torch 2.11's knows few other
+        values."""
+        tensors = dict[str, Tensor]()
+
+        def number(tensor: Tensor) -> Tensor:
+            tensors[str(len(tensors))] = tensor.detach()
+            return tensor
+
+        apply_to_collection(checkpoint, Tensor, number)
+        staged: Any = self.stager.stage(tensors)
+        copies = iter(staged.values())
+        return apply_to_collection(checkpoint, Tensor, lambda _: next(copies))
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
