@@ -20,14 +20,14 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -196,7 +196,8 @@ class CheckpointFiles(TorchCheckpointIO):
 
     def __init__(self, trainer: L.Trainer) -> None:
         self.trainer = trainer
-        self._stager: DefaultStager | None = None
+        self._stager: BlockingAsyncStager | None = None
+        self._form: list[Any] = []  # of the tensors that it copies
         self._thread: ThreadPoolExecutor | None = None
         self._jobs: list[Future[None]] = []
 
@@ -215,18 +216,21 @@ class CheckpointFiles(TorchCheckpointIO):
         self.run(write)
 
     def _staged(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy whose tensors are in CPU memory. The stager gets them alone: torch 2.11's knows few other
-        values."""
+        """Return a copy whose tensors are in CPU memory; one that stands at several places, as a tied weight does, is
+        copied once."""
         tensors = dict[str, Tensor]()
 
-        def number(tensor: Tensor) -> Tensor:
-            tensors[str(len(tensors))] = tensor.detach()
+        def key_of(tensor: Tensor) -> str:
+            return f"{tensor.data_ptr()} {tuple(tensor.shape)} {tensor.stride()} {tensor.dtype}"
+
+        def note(tensor: Tensor) -> Tensor:
+            tensors.setdefault(key_of(tensor), tensor.detach())
             return tensor
 
-        apply_to_collection(checkpoint, Tensor, number)
-        staged: Any = self.stager.stage(tensors)
-        copies = iter(staged.values())
-        return apply_to_collection(checkpoint, Tensor, lambda _: next(copies))
+        apply_to_collection(checkpoint, Tensor, note)
+        numbered = {str(number): tensor for number, tensor in enumerate(tensors.values())}
+        copies = dict(zip(tensors, self.stager_of(numbered).stage(numbered).values(), strict=True))
+        return apply_to_collection(checkpoint, Tensor, lambda tensor: copies[key_of(tensor)])
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
@@ -245,13 +249,12 @@ class CheckpointFiles(TorchCheckpointIO):
             self._thread.shutdown()
         self._thread = self._stager = None
 
-    @property
-    def stager(self) -> DefaultStager:
-        """Copies tensors to CPU memory; on a GPU it keeps that memory, which is pinned."""
-        if self._stager is None:
+    def stager_of(self, tensors: Mapping[str, Tensor]) -> BlockingAsyncStager:
+        """Return what copies these tensors to CPU memory; on a GPU that memory is pinned, and used again."""
+        form = [(key, tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()]
+        if self._stager is None or form != self._form:
             is_cuda = self.trainer.strategy.root_device.type == "cuda"
-            options = {"use_pinned_memory": is_cuda, "use_non_blocking_copy": is_cuda}
-            self._stager = DefaultStager(StagingOptions(**options, use_shared_memory=False, use_async_staging=False))
+            self._stager, self._form = BlockingAsyncStager(cache_staged_state_dict=is_cuda), form
         return self._stager
 
     def run(self, job: Callable[[], None]) -> None:
@@ -329,7 +332,7 @@ class FolderCheckpoints(ModelParallelStrategy):
                 tensors,
                 storage_writer=HuggingFaceStorageWriter(str(partial), save_distributed=True),
                 process_group=self._writers,
-                async_stager=files.stager,
+                async_stager=files.stager_of(tensors),
             )
 
         def finish() -> None:

@@ -22,7 +22,7 @@ ROOMS = {
     "metrics": ("losses", "torch torchmetrics"),
     "models": ("ops heads losses", "torch transformers lightning liger_kernel huggingface_hub"),
     "integrations": ("ops heads losses models", "torch transformers lightning"),
-    "parallel": ("ops heads losses metrics models", "torch transformers lightning"),
+    "parallel": ("ops heads losses metrics models", "torch transformers lightning lightning_utilities"),
     "export": ("heads models", "torch transformers"),
     "training": (
         "ops heads losses objectives metrics models parallel export",
