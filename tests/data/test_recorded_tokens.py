@@ -1,7 +1,7 @@
 """Tokens, labels and their order, of chats, instructions, pairs and preferences, are those that were recorded.
 
-`recorded_tokens.json` has, for each case, the number of documents and of learned tokens, and a hash of all. It was written
-by the code of 976d888, before the encodings were rewritten; a line may change only where the tokens are meant to.
+`recorded_tokens.json` has, for each case, the number of documents and of learned tokens, and a hash of all. It was
+written by the code of 976d888, before the encodings were rewritten; a line may change only where tokens are meant to.
 """
 
 import hashlib
@@ -108,11 +108,15 @@ def summary(found: list[tuple[list[int], list[int]]]) -> list[Any]:
     return [len(found), learned, hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]]
 
 
+def numbered(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**record, "prompt": f"{n} {record['prompt']}"} for n, record in enumerate(records)]
+
+
 MODULES: dict[str, tuple[Any, list[dict[str, Any]]]] = {
     "batches of chats": (chat_data, CHATS),
-    "batches of instructions": (instruction_data, TEXTS * 9),
-    "batches of preferences": (preference_data, PREFERENCES),
-    "batches of single answers": (preference_data, SINGLE * 3),
+    "batches of instructions": (instruction_data, numbered(TEXTS * 9)),
+    "batches of preferences": (preference_data, numbered(PREFERENCES * 4)),
+    "batches of single answers": (preference_data, numbered(SINGLE * 5)),
 }
 
 
@@ -120,7 +124,7 @@ def rows_of_batches(case: str, folder: Path) -> list[tuple[list[int], list[int]]
     """Return the rows of two epochs of training batches and of validation, in order."""
     module, records = MODULES[case]
     make_tokenizer(CHATML_UNMARKED).save_pretrained(folder / "tokenizer")
-    (folder / "data.jsonl").write_text("".join(json.dumps({**r, "id": i}) + "\n" for i, r in enumerate(records)))
+    (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     options = {"path": folder / "data.jsonl", "tokenizer": folder / "tokenizer", "cache_dir": folder / "cache"}
     data = ready(module(**options, block_size=64, batch_size=3, val_fraction=0.2))
     training, validation = data.train_dataloader(), data.val_dataloader()
