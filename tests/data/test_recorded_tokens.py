@@ -61,7 +61,7 @@ PAIRS = [
 CASES: dict[str, tuple[Any, Any, list[dict[str, Any]]]] = {
     **{
         f"chat {name} {kind}": (ChatEncoding(), (template, kind), SYSTEM if takes_system else CHATS)
-        for (name, (template, _, takes_system)), kind in product(TEMPLATES.items(), ("bytes", "trimmed", "lines"))
+        for (name, (template, _, takes_system)), kind in product(TEMPLATES.items(), ("trimmed", "lines"))
     },
     "chat of weights": (ChatEncoding(), (TEMPLATES["ours"][0], "bytes"), WEIGHTS),
     "chat of ShareGPT": (ChatEncoding(), (TEMPLATES["ours"][0], "bytes"), SHAREGPT),
