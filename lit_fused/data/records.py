@@ -52,7 +52,7 @@ def load_records(
     split: str = "train",
     revision: str | None = None,
     streaming: bool = False,
-    max_records: int | None = None,
+    max_documents: int | None = None,
     max_bytes: int | None = None,
     encoding: str = "utf-8",
     cache_dir: str | Path | None = None,
@@ -70,8 +70,8 @@ def load_records(
         split: On the Hub and of a folder of ``save_to_disk``, perhaps a part, "train[:10%]". Of other folders, the
             files ``train.*``, ``train-00000-of-00002.*`` and those in ``train/``, or where there are none, all.
         revision: A branch, tag or commit on the Hub.
-        streaming: Read from the Hub no more than ``max_records`` need. What was read is found again by its name.
-        max_records: The first so many.
+        streaming: Read from the Hub no more than ``max_documents`` need. What was read is found again by its name.
+        max_documents: The first so many.
         max_bytes: Of plain text files, the first so many.
         encoding: The character encoding of text, JSON and CSV, as Python names it.
         cache_dir: Where the library stores what it has read. None: its own place.
@@ -107,7 +107,7 @@ def load_records(
         elif str(path).startswith((".", "/", "~")) or local.suffix in (*TEXT_SUFFIXES, *_READERS, *_COMPRESSED):
             raise UserError(f"there is no file or folder {local}; give the path of one, or the name of a data set")
         elif streaming:
-            stream = {"path": str(path), "name": name, "split": split, "revision": revision, "most": max_records}
+            stream = {"path": str(path), "name": name, "split": split, "revision": revision, "most": max_documents}
             parts = [_dataset(Dataset.from_generator(_streamed, gen_kwargs=stream, **place))]
         else:
             parts = [load_dataset(str(path), name, split=split, revision=revision, **place)]
@@ -121,7 +121,7 @@ def load_records(
     same = [part.features.type == parts[0].features.type or {*part.features} != {*parts[0].features} for part in parts]
     parts = [part if is_same else part.cast(parts[0].features) for part, is_same in zip(parts, same, strict=True)]
     records = concatenate_datasets(parts)
-    return records if max_records is None else records.select(range(min(max_records, len(records))))
+    return records if max_documents is None else records.select(range(min(max_documents, len(records))))
 
 
 @contextmanager
