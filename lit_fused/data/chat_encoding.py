@@ -20,9 +20,7 @@ from lit_fused.data.chat_template import (
     read_conversation,
     wanted_tokens,
 )
-from lit_fused.data.encoding import Encoder, RecordEncoding, context_and_answer, joined, leave_out
-from lit_fused.data.source import DocumentError
-from lit_fused.data.store import Encoded
+from lit_fused.data.encoding import Encoded, Encoder, RecordEncoding, context_and_answer, joined, leave_out
 from lit_fused.data.tokenizer import MIN_VOCAB_SIZE
 from lit_fused.errors import UserError
 
@@ -52,7 +50,7 @@ class ChatEncoder(Encoder["ChatEncoding"]):
             column = self.encoding.messages_column
             conversations = [self._renderer.documents(*read_conversation(record, column)) for record in documents]
         except UserError as error:
-            raise DocumentError(str(error)) from error
+            raise UserError(str(error)) from error
         tokens = iter(self._tokens([document.text for conversation in conversations for document in conversation]))
         return [self._encode(conversation, [next(tokens) for _ in conversation]) for conversation in conversations]
 
@@ -116,7 +114,6 @@ class ChatEncoding(RecordEncoding):
         template_kwargs: What else the template reads, such as ``{"enable_thinking": False}``.
     """
 
-    kind = "chat"
     made_by = ChatEncoder
     min_vocab_size = MIN_VOCAB_SIZE + len(CHATML_TOKENS)
 
@@ -131,13 +128,6 @@ class ChatEncoding(RecordEncoding):
     @property
     def columns(self) -> list[str]:
         return [*([self.messages_column] if self.messages_column else MESSAGES_COLUMNS), "tools", "functions"]
-
-    def fingerprint(self, block_size: int, *, trained: bool = False) -> dict[str, Any]:
-        names = ("too_long", "messages_column", "template_kwargs")
-        options = {"block_size": block_size} | {name: getattr(self, name) for name in names}
-        if trained:
-            options["chat_template"] = self._template
-        return {"encoder": "chat", "version": 2, **options}
 
     @property
     def _template(self) -> str:

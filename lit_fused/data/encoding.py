@@ -5,7 +5,7 @@ becomes an :class:`Encoder`, a function from documents to tokens.
 """
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -93,6 +93,10 @@ class Encoding:
     def text_column(self) -> str | None:
         return None
 
+    def form(self, columns: Sequence[str]) -> str:
+        """Return what form the records have, for a person; raise UserError if they have none that is known."""
+        return ""
+
     @property
     def masks_tokens(self) -> bool:
         """Return whether a tokenizer that is trained for it needs a mask token."""
@@ -169,6 +173,12 @@ def joined(parts: Sequence[Encoded], notes: tuple[str, ...]) -> Encoded:
     wanted = [part.wanted for part in parts if part.wanted is not None]
     ends = np.cumsum([len(part.tokens) for part in parts if len(part.tokens)])
     return Encoded(np.concatenate([part.tokens for part in parts]), np.concatenate(wanted), notes, tuple(ends.tolist()))
+
+
+def no_column(column: str, names: Iterable[str], options: str = "data.text_column") -> str:
+    """Return the sentence for a column that is missing; ``options`` choose it."""
+    there = ", ".join(map(repr, names)) or "none"
+    return f"there is no column {column!r}; those that are there: {there}. Set {options} to one of them"
 
 
 def leave_out(note: str) -> Encoded:

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lit_fused.data.encoding import Encoder, RecordEncoding, context_and_answer, leave_out
-from lit_fused.data.source import DocumentError, no_column
-from lit_fused.data.store import Encoded
+from lit_fused.data.encoding import Encoded, Encoder, RecordEncoding, context_and_answer, leave_out, no_column
+from lit_fused.errors import UserError
 from lit_fused.models.special_tokens import closing_tokens, one_of_each
 
 # As the authors of Stanford's Alpaca wrote it: https://github.com/tatsu-lab/stanford_alpaca
@@ -76,7 +75,6 @@ class InstructionEncoding(RecordEncoding):
         completion: The completion's column, taken as it is. None: ``output`` for Alpaca, else ``completion``.
     """
 
-    kind = "instruction"
     made_by = InstructionEncoder
 
     prompt: str = "prompt"
@@ -152,7 +150,6 @@ class PairEncoding(RecordEncoding):
             left out ("skip") or refused ("refuse").
     """
 
-    kind = "pairs"
     made_by = PairEncoder
     packings = ("pairs",)
     whole_sequences = True
@@ -171,8 +168,8 @@ class PairEncoding(RecordEncoding):
 
 def _text(record: Mapping[str, Any], column: str, options: str) -> str:
     if column not in record:
-        raise DocumentError(no_column(column, record, options))
+        raise UserError(no_column(column, record, options))
     value = record[column]
     if not isinstance(value, str):
-        raise DocumentError(f"the column {column!r} must hold text; got {type(value).__name__} {str(value)[:60]!r}")
+        raise UserError(f"the column {column!r} must hold text; got {type(value).__name__} {str(value)[:60]!r}")
     return value

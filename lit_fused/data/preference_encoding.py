@@ -16,10 +16,9 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_fused.data.chat_encoding import ChatEncoding
 from lit_fused.data.chat_template import says
-from lit_fused.data.encoding import Encoder, RecordEncoding, joined, leave_out
+from lit_fused.data.encoding import Encoded, Encoder, RecordEncoding, joined, leave_out, no_column
 from lit_fused.data.pair_encoding import InstructionEncoding
-from lit_fused.data.source import DocumentError, no_column
-from lit_fused.data.store import Encoded
+from lit_fused.errors import UserError
 
 _OPTIONS = "data.prompt, data.chosen, data.rejected, data.completion or data.label"
 
@@ -79,7 +78,6 @@ class PreferenceEncoding(RecordEncoding):
             or refused ("refuse"). A cut one whose prompt alone fills the block is left out.
     """
 
-    kind = "preference"
     made_by = PreferenceEncoder
     packings = ("padded", "packed")
     min_vocab_size = ChatEncoding.min_vocab_size
@@ -110,16 +108,6 @@ class PreferenceEncoding(RecordEncoding):
         """Return how conversations are encoded."""
         return ChatEncoding(chat_template=self.chat_template, template_kwargs=self.template_kwargs)
 
-    def fingerprint(self, block_size: int, *, trained: bool = False) -> dict[str, Any]:
-        names = ("too_long", "prompt", "chosen", "rejected", "label")
-        options = {name: getattr(self, name) for name in names} | {"completion": self.answer}
-        return {
-            "encoder": self.kind,
-            "version": 2,
-            **options,
-            "chat": self.conversations.fingerprint(block_size, trained=trained),
-        }
-
     def training_texts(self, document: dict[str, Any]) -> list[str]:
         texts: list[Any] = []
         for prompt, answer in self.answers(document):
@@ -138,7 +126,7 @@ class PreferenceEncoding(RecordEncoding):
         names = [self.answer] if single else [self.chosen, self.rejected]
         for name in [*names, *([self.label] if single else [])]:
             if name not in record:
-                raise DocumentError(no_column(name, record, _OPTIONS))
+                raise UserError(no_column(name, record, _OPTIONS))
         answers = [record[name] for name in names]
         prompt = record.get(self.prompt)
         if prompt is None:
@@ -147,7 +135,7 @@ class PreferenceEncoding(RecordEncoding):
         is_text = isinstance(prompt, str)
         for name, value in zip([self.prompt, *names], [prompt, *answers], strict=True):
             if not (isinstance(value, str) if is_text else _are_messages(value)):
-                raise DocumentError(
+                raise UserError(
                     f"the columns {self.prompt!r} and {name!r} must both hold text, or both lists of messages "
                     f'{{"role", "content"}}; got {type(prompt).__name__} and {type(value).__name__} {str(value)[:60]!r}'
                 )
@@ -157,7 +145,7 @@ class PreferenceEncoding(RecordEncoding):
         """Return the label of a single answer."""
         label = record[self.label]
         if not isinstance(label, bool | np.bool_) and label not in (0, 1):
-            raise DocumentError(f"the column {self.label!r} must be true or false; got {str(label)[:60]!r}")
+            raise UserError(f"the column {self.label!r} must be true or false; got {str(label)[:60]!r}")
         return bool(label)
 
 
@@ -178,14 +166,14 @@ def _are_messages(value: Any) -> bool:
 def _common_messages(answers: list[Any], prompt: str, record: Mapping[str, Any]) -> list[Any]:
     """Return the messages with which all answers begin, up to the last one of a user or of what tools answer."""
     if not all(map(_are_messages, answers)):
-        raise DocumentError(no_column(prompt, record, _OPTIONS))
+        raise UserError(no_column(prompt, record, _OPTIONS))
     common = 0
     while all(len(a) > common + 1 and a[common] == answers[0][common] for a in answers):
         common += 1
     while common and answers[0][common - 1]["role"] == "assistant":
         common -= 1
     if not common:
-        raise DocumentError(
+        raise UserError(
             f"there is no {prompt!r}, and the conversations do not begin with the same messages; give each record a "
             "prompt, or conversations that have one"
         )

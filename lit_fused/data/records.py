@@ -143,10 +143,14 @@ def _saved(folder: Path, split: str) -> Dataset:
 
 
 def _files(root: Path, suffixes: tuple[str, ...], skipped: frozenset[str] = frozenset()) -> list[Path]:
-    """Return the files below ``root`` that end in one of ``suffixes``, sorted, without hidden files and folders."""
+    """Return the files below ``root`` that end in one of ``suffixes``, sorted, without hidden files and folders. Links
+    are followed, and a folder to which several paths lead is read once."""
     files: list[Path] = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in skipped and not name.startswith(".")]
+    seen: set[str] = set()
+    for folder, subfolders, names in os.walk(root, followlinks=True):
+        is_new, seen = os.path.realpath(folder) not in seen, seen | {os.path.realpath(folder)}
+        subfolders[:] = sorted(s for s in subfolders if is_new and s not in skipped and not s.startswith("."))
+        names = names if is_new else []
         files += [Path(folder, name) for name in names if name.endswith(suffixes) and not name.startswith(".")]
     return sorted(files)
 
@@ -176,6 +180,8 @@ def _texts(
             named.append((str(file), size, changed, left if size > left else None))
         left -= size
     options = {"files": named, "encoding": encoding, "skip_bad": skip_bad}
+    sizes = [min(size, DOCUMENT_BYTES) for _, size, *_ in named]
+    place = {**place, "writer_batch_size": max(1, min(1000, 4 * DOCUMENT_BYTES * len(sizes) // (sum(sizes) + 1)))}
     return _dataset(Dataset.from_generator(_documents, gen_kwargs=options, **place))
 
 

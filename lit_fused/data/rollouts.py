@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lit_fused.data.file_source import FileSource
 from lit_fused.data.loader import BatchDataModule, BatchLoader, counted, pad_right
-from lit_fused.data.source import DocumentError
+from lit_fused.data.records import load_records
+from lit_fused.data.tokenized import contents_of
 from lit_fused.data.tokenizer import load_tokenizer, vocab_size_of
 from lit_fused.errors import UserError, checked_options
 from lit_fused.models.special_tokens import closing_tokens, one_of_each
@@ -97,7 +97,7 @@ class RolloutDataModule(BatchDataModule):
     def train_dataloader(self) -> BatchLoader:
         rows = self.rows["train"]
         contents = counted(len(rows), "rollout")
-        return self.training_batches(rows, f"rollouts of {self.path}", contents, collate_fn=self._collate)
+        return self.training_batches(rows, contents, collate_fn=self._collate)
 
     def val_dataloader(self) -> BatchLoader:
         return self.evaluation_batches(self.rows["val"], self._collate)
@@ -108,16 +108,13 @@ class RolloutDataModule(BatchDataModule):
 
     def _read(self, path: str | Path) -> list[dict[str, Tensor]]:
         """Return the samples of a file, with the numbers of each one's group."""
-        source, rows = FileSource(path).select(None), []
+        rows = []
         groups: dict[Any, list[tuple[dict[str, Tensor], dict[str, Any]]]] = defaultdict(list)
-        for content, where in (document for piece in source.pieces() for document in source.read(piece)):
+        for number, content in enumerate(contents_of(load_records(path), None)):
             try:
-                if isinstance(content, DocumentError):
-                    raise content
-                assert isinstance(content, dict)
                 group, row = self._row(content)
-            except DocumentError as error:
-                raise UserError(f"{where()}: {error}") from error
+            except UserError as error:
+                raise UserError(f"{path}, record {number}: {error}") from error
             rows.append(row)
             groups[group].append((row, content))
         if not rows:
@@ -142,17 +139,17 @@ class RolloutDataModule(BatchDataModule):
         """Return which group a completion is in, and its sample."""
         prompt, completion = (self._tokens(record, name) for name in ("prompt", "completion"))
         if not prompt or not completion:
-            raise DocumentError(f"its {'completion' if prompt else 'prompt'} is empty, and needs a token")
+            raise UserError(f"its {'completion' if prompt else 'prompt'} is empty, and needs a token")
         if len(prompt) + len(completion) > self.block_size:
-            raise DocumentError(
+            raise UserError(
                 f"it has {len(prompt) + len(completion)} tokens, more than data.block_size={self.block_size}; raise "
                 "it, or leave the rollout out: cut, its reward would be another's"
             )
         reward, advantage, log_probs = (record.get(name) for name in ("reward", "advantage", "log_probs"))
         if reward is None and advantage is None:
-            raise DocumentError(f"it has neither a reward nor an advantage; give one, as in {_EXAMPLE}")
+            raise UserError(f"it has neither a reward nor an advantage; give one, as in {_EXAMPLE}")
         if log_probs is not None and record.get("completion_ids") is None:
-            raise DocumentError("log_probs belong to tokens: give completion_ids, the ids that were sampled, as well")
+            raise UserError("log_probs belong to tokens: give completion_ids, the ids that were sampled, as well")
         if advantage is not None and not isinstance(advantage, list):
             advantage = [advantage] * len(completion)
         rewards = None if reward is None else [reward]
@@ -160,19 +157,19 @@ class RolloutDataModule(BatchDataModule):
             if numbers is None:
                 continue
             if not isinstance(numbers, list):
-                raise DocumentError(f"its {name} must be a list of numbers, one for each token; got {_shown(numbers)}")
+                raise UserError(f"its {name} must be a list of numbers, one for each token; got {_shown(numbers)}")
             if name != "reward" and len(numbers) != len(completion):
-                raise DocumentError(f"it has {len(numbers)} {name} for {len(completion)} tokens of its completion")
+                raise UserError(f"it has {len(numbers)} {name} for {len(completion)} tokens of its completion")
             wrong = [n for n in numbers if not _is_number(n)]
             if wrong:
-                raise DocumentError(f"its {name} must be finite numbers, got {_shown(wrong[0])}")
+                raise UserError(f"its {name} must be finite numbers, got {_shown(wrong[0])}")
         if log_probs is not None and max(log_probs) > _ABOVE_ZERO:
-            raise DocumentError(
+            raise UserError(
                 f"its log_probs must be at most 0, as logarithms of probabilities are; got {max(log_probs)}"
             )
         group = record.get("group")
         if group is not None and not (isinstance(group, str) or _is_number(group)):
-            raise DocumentError(f"its group must be a number or a text, got {_shown(group)}")
+            raise UserError(f"its group must be a number or a text, got {_shown(group)}")
         ids, before = torch.tensor(prompt + completion), len(prompt)
         row = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         row["labels"] = ids.masked_fill(torch.arange(len(ids)) < before, IGNORE_INDEX)
@@ -187,11 +184,11 @@ class RolloutDataModule(BatchDataModule):
         ids = record.get(f"{name}_ids")
         if ids is not None:
             if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
-                raise DocumentError(f"its {name}_ids must be a list of token ids, integers from 0; got {_shown(ids)}")
+                raise UserError(f"its {name}_ids must be a list of token ids, integers from 0; got {_shown(ids)}")
             return ids
         text = record.get(name)
         if not isinstance(text, str):
-            raise DocumentError(f"it has no text {name!r} and no list {name + '_ids'!r}, as in {_EXAMPLE}")
+            raise UserError(f"it has no text {name!r} and no list {name + '_ids'!r}, as in {_EXAMPLE}")
         if self.tokenizer is None:
             raise UserError("rollouts of texts need data.tokenizer=NAME_OR_FOLDER, or the ids of their tokens")
         special = name == "prompt"

@@ -25,7 +25,7 @@ from lit_fused.data.stored_scores import StoredScores
 from lit_fused.data.tokenized import split_of, tokenized, trained_tokenizer
 from lit_fused.data.tokenizer import load_tokenizer, tokenizer_digest, vocab_size_of
 from lit_fused.data.tokens import Integers, TokenArrays, Tokens, notes_of
-from lit_fused.errors import UserError, check_choice, check_number, checked_options, did_you_mean
+from lit_fused.errors import UserError, check_choice, check_number, check_whole, checked_options, did_you_mean
 
 _PROMPTS, _PROMPT_TOKENS = 64, 16  # held-out documents among which one is chosen, and the first tokens of a text
 
@@ -70,7 +70,8 @@ class PreparedTokens(NamedTuple):
         return next(iter(self.held_out.values()))
 
 
-class _Set(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Set:
     name: str
     source: Any
     val_fraction: float  # 0 for training alone, and 1 for evaluation alone
@@ -134,6 +135,8 @@ class TokenDataModule(BatchDataModule):
             self.sets += [_Set(name, part, 1.0) for name, part in _named("data.val_path", val_source).items()]
         if weights is not None:
             _check_weights(weights, [part.name for part in self.sets if part.val_fraction < 1])
+        if encoding is not None:
+            check_whole("data.vocab_size", vocab_size, encoding.min_vocab_size)
         self.weights = None if weights is None else {str(name): float(weight) for name, weight in weights.items()}
         self.encoding, self.block_size, self.max_vocab_size = encoding, block_size, vocab_size
         self.tokenizer_name, self.cache_dir, self.prepare_workers = tokenizer, cache_dir, prepare_workers
@@ -144,6 +147,10 @@ class TokenDataModule(BatchDataModule):
         """Return the paths or names of all data."""
         paths = [getattr(part.source, "path", part.source) for part in self.sets]
         return ["the standard library" if path is None else str(path) for path in paths]
+
+    def prepare(self, *, show: bool = False) -> str:
+        """Prepare the data, unless the cache has them, and describe them for a person."""
+        return self.prepared.report
 
     def prepare_data(self) -> None:
         """Prepare the data, unless the cache has them. Lightning calls it in one process of each node."""
@@ -172,6 +179,9 @@ class TokenDataModule(BatchDataModule):
             return self._prepared(tokenizer, sides, {})
         column = self.encoding.text_column
         records = {part: self._load(part, column) for part in self.sets}
+        for part, found in records.items():
+            if form := self.encoding.form(found.column_names):
+                rank_zero_info(f"data.path{f'.{part.name}' * bool(part.name)}: {form}")
         splits = {part: split_of(found, column, part.val_fraction) for part, found in records.items()}
         if tokenizer is None:
             training = [(records[part], splits[part]) for part in self.sets if part.val_fraction < 1]
@@ -195,10 +205,11 @@ class TokenDataModule(BatchDataModule):
         for (part, (train, held_out)), name in zip(sides.items(), self.source_names, strict=True):
             notes = notes_of(tables[part]) if part in tables else {}
             said = [f"{tokens.num_documents:,} documents, {tokens.num_tokens:,} tokens" for tokens in (train, held_out)]
-            lines += [f"{name}: {said[0]} to train on; {said[1]} held out", *(f"  {n}: {c:,}" for n, c in notes.items())]
-            for tokens, is_used, role in ((train, part.val_fraction < 1, "train on"), (held_out, part.val_fraction, "hold out")):
-                if is_used and not tokens.num_documents:
-                    raise UserError(f"no document of {name} is left to {role}: {notes or 'it is too small'}; give more")
+            lines.append(f"{name}: {said[0]} to train on; {said[1]} held out")
+            lines += [f"  {note}: {count:,}" for note, count in notes.items()]
+            wanted = [train] * (part.val_fraction < 1) + [held_out] * (part.val_fraction > 0)
+            if not all(tokens.num_documents for tokens in wanted):
+                raise UserError(f"{'; '.join(lines)}: one of the two sides is empty, give more documents")
         return PreparedTokens(
             tokenizer,
             {part.name: train for part, (train, _) in sides.items() if part.val_fraction < 1},
@@ -296,8 +307,8 @@ def _set_name(split: str, name: str) -> str:
 def _named(option: str, source: Sources) -> dict[str, Source]:
     if not isinstance(source, Mapping):
         return {"": source}
-    if wrong := [name for name in source if not re.fullmatch(r"[\w-]+", str(name))]:
-        raise UserError(f"the names of the sets in {option} become parts of metrics' names: letters, digits, - and _; got {wrong[0]!r}")
+    if wrong := next((name for name in source if not re.fullmatch(r"[\w-]+", str(name))), None):
+        raise UserError(f"{option} names a set {wrong!r}; its name is part of metrics' names: letters, digits, - and _")
     return {str(name): part for name, part in source.items()}
 
 
@@ -305,8 +316,8 @@ def _check_weights(weights: Mapping[str, float], names: list[str]) -> None:
     given = dict(weights) if isinstance(weights, Mapping) else {}
     if {*map(str, given)} != {*names} or min(given.values(), default=-1) < 0 or not sum(given.values()) > 0:
         raise UserError(
-            f"data.weights must be a number of 0 or more for each set of data.path, {', '.join(names) or 'of several'}, "
-            f"and one of them above 0; got {weights}"
+            f"data.weights must be numbers of 0 or more, one above 0, for the sets of data.path ({', '.join(names)}); "
+            f"got {weights}"
         )
 
 
@@ -328,31 +339,32 @@ def compose_data(
         options: Those of ``read``, of the encoding, and of the data module; "path" and "val_path" are one path, or
             several by name, each perhaps ``{path: ..., and options of its own}``. Others are refused.
     """
-    others: set[str] = set()
+    others: dict[str, Any] = {}
     if isinstance(encode, Mapping):
         check_choice("data.format", format, encode)
-        others = {name for part in encode.values() for name in signature(part).parameters}
+        others = {name: value for part in encode.values() for name, value in signature(part).parameters.items()}
         encode = encode[str(format)]
-    of_read, of_encoding, of_module = (
-        {*signature(part).parameters} if part else set() for part in (read, encode, TokenDataModule)
-    )
-    of_module -= {"source", "encoding", "val_source"}
-    known = of_read | of_encoding | of_module | others | {"path", "val_path"}
+    takes = [{*signature(part).parameters} if part else set() for part in (read, encode, TokenDataModule)]
+    takes[2] -= {"source", "encoding", "val_source"}
+    known = set.union(*takes, others, {"path", "val_path"})
     if unknown := [name for name in options if name not in known]:
-        raise UserError(f"data.{unknown[0]} is unknown{did_you_mean(unknown[0], known)}")
-    chosen = [{name: options[name] for name in names if name in options} for names in (of_read, of_encoding, of_module)]
-    path, val_path = chosen[0].pop("path", None), options.get("val_path")
-    chosen[0].pop("cache_dir", None)
+        raise UserError(f"data.{unknown[0]} is unknown{did_you_mean(unknown[0], known)}; there are {sorted(known)}")
+    for name in {*options} & {*others} - set.union(*takes):
+        if (options[name] or None) != (others[name].default or None):  # It would have no effect.
+            raise UserError(f"data.{name} is not for data.format={format}")
+    of_read, of_encoding, of_module = ({name: options[name] for name in names if name in options} for names in takes)
+    for name in ("path", "cache_dir", "columns"):
+        of_read.pop(name, None)
 
     def source(given: Any) -> Any:
         if isinstance(given, Mapping) and "path" not in given:
             return {name: source(part) for name, part in given.items()}
         own = dict(given) if isinstance(given, Mapping) else {"path": given}
-        if read is not load_records:
-            return read(**{**chosen[0], **own})
-        return Records(own.pop("path"), text_column=own.pop("text_column", None), options={**chosen[0], **own})
+        if getattr(read, "func", read) is TokenArrays:  # Hydra gives classes as partials.
+            return TokenArrays(**{**of_read, **own})
+        return Records(own.pop("path"), text_column=own.pop("text_column", None), options={**of_read, **own})
 
-    if "val_path" in of_read:  # Arrays of tokens open a single pair of files themselves.
-        val_path = chosen[0].get("val_path") and None
-    encoding = encode(**chosen[1]) if encode else None
-    return TokenDataModule(source(path), encoding, val_source=None if val_path is None else source(val_path), **chosen[2])
+    val_source = None if options.get("val_path") is None else source(options["val_path"])
+    return TokenDataModule(
+        source(options.get("path")), encode(**of_encoding) if encode else None, val_source=val_source, **of_module
+    )

@@ -30,10 +30,10 @@ _BATCH = 2**22  # bytes that are encoded at once
 
 def split_of(records: Dataset, column: str | None, fraction: float) -> Split:
     """Return which records are held out; ``fraction`` 0 or 1 puts all on one side. UserError if there are none."""
-    contents = _contents_of(records, column)
+    contents = contents_of(records, column)
     if next(contents, None) is None:
         raise UserError("there are no documents, or only empty ones; give some")
-    return Split(fraction) if fraction in (0, 1) else choose_split(_contents_of(records, column), fraction)
+    return Split(fraction) if fraction in (0, 1) else choose_split(contents_of(records, column), fraction)
 
 
 def trained_tokenizer(
@@ -49,7 +49,7 @@ def trained_tokenizer(
     longest = None if total <= most else most * step // number
     sample = []
     for records, split in parts:
-        for content in _contents_of(records.select(range(0, len(records), step)), encoding.text_column):
+        for content in contents_of(records.select(range(0, len(records), step)), encoding.text_column):
             sample += [c[:longest] if isinstance(c, str) else c for is_out, c in split.sides(content) if not is_out]
     files = parts[0][0].cache_files
     key = _digest(sample, vocab_size, type(encoding).__name__, asdict(encoding))
@@ -83,7 +83,7 @@ def tokenized(records: Dataset, encoder: Encoder[Any], split: Split, workers: in
         encode,
         with_indices=True,
         batched=True,
-        batch_size=max(1, min(1000, _BATCH * len(records) // (records.data.nbytes + 1))),
+        batch_size=_batch_size(records),
         input_columns=column,
         remove_columns=records.column_names,
         features=encode.features,
@@ -137,10 +137,14 @@ def _lists(arrays: list[Any], lengths: list[int], dtype: str) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(np.cumsum([0, *lengths]), pa.int32()), pa.array(values))
 
 
-def _contents_of(records: Dataset, column: str | None) -> Iterator[Any]:
-    """Yield the documents that are not empty."""
-    chosen = records if column is None else records.select_columns([column])
-    for batch in chosen.iter(batch_size=16):
+def _batch_size(records: Dataset) -> int:
+    return max(1, min(1000, _BATCH * len(records) // (records.data.nbytes + 1)))
+
+
+def contents_of(records: Dataset, column: str | None) -> Iterator[Any]:
+    """Yield the texts of a column, or the records, that are not empty."""
+    chosen: Any = records if column is None else records.select_columns([column])
+    for batch in chosen.iter(batch_size=_batch_size(records)):
         yield from filter(None, _contents(batch[column] if column else batch, column))
 
 

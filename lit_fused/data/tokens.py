@@ -15,7 +15,7 @@ from lit_fused.errors import UserError, check_choice, checked_options
 
 Integers = npt.NDArray[np.int64]
 pc: Any = pyarrow.compute  # Its functions are made when it is imported.
-_CHUNK = 2**22  # tokens
+_LISTS, _CHUNK = {"input_ids", "wanted"}, 2**22  # tokens
 
 
 class Tokens:
@@ -50,12 +50,13 @@ class Tokens:
     @classmethod
     def of(cls, table: Dataset, held_out: bool, vocab_size: int) -> "Tokens":
         """Return one side of what :func:`lit_fused.data.tokenized.tokenized` has made."""
-        columns = table.with_format("arrow")[:]
+        columns: Any = table.with_format("arrow")[:]
         lengths = pc.list_value_length(columns["input_ids"]).to_numpy().astype(np.int64)
         chosen = (columns["held_out"].to_numpy() == held_out) & (lengths > 0)
-        starts, names = np.cumsum(lengths) - lengths, ("input_ids", "wanted")
-        flat = [[c.flatten().to_numpy() for c in columns[n].chunks] if n in columns.column_names else None for n in names]
-        found = cls(flat[0] or [], flat[1], starts[chosen], lengths[chosen], vocab_size)
+        starts = np.cumsum(lengths) - lengths
+        lists = _LISTS & {*table.features}
+        flat = {name: [chunk.flatten().to_numpy() for chunk in columns[name].chunks] for name in lists}
+        found = cls(flat["input_ids"], flat.get("wanted"), starts[chosen], lengths[chosen], vocab_size)
         found.opened_by = (cls.of, (table, held_out, vocab_size))
         return found
 
@@ -65,12 +66,13 @@ class Tokens:
         return self.opened_by or super().__reduce__()
 
     def read(self, start: int, stop: int) -> tuple[Integers, npt.NDArray[np.bool_] | None]:
-        """Copy the tokens [start, stop), int64 (n,), and where loss is wanted, bool (n,); None: everywhere."""
+        """Copy the tokens [start, stop), int64 (n,), and where loss is wanted, bool (n,); None: everywhere.
+        As with a slice, there may be fewer at the end."""
         tokens = self._read(self._tokens, start, stop).astype(np.int64)
         return tokens, None if self._wanted is None else self._read(self._wanted, start, stop).astype(np.bool_)
 
     def _read(self, arrays: Sequence[npt.NDArray[Any]], start: int, stop: int) -> npt.NDArray[Any]:
-        parts = []
+        parts, stop = [], min(stop, self.num_tokens)
         run = int(np.searchsorted(self._runs, start, side="right")) - 1
         while start < stop:
             end = stop if run + 1 == len(self._runs) else min(stop, int(self._runs[run + 1]))
@@ -99,17 +101,17 @@ class Tokens:
 
 def notes_of(table: Dataset) -> Counter[str]:
     """Return how often the encoding gave each note."""
-    counts = pc.value_counts(table.with_format("arrow")[:]["note"]).to_pylist()
+    columns: Any = table.with_format("arrow")[:]
+    counts = pc.value_counts(columns["note"]).to_pylist()
     return Counter({part["values"]: part["counts"] for part in counts if part["values"]})
 
 
 class TokenArrays:
-    """Text that is tokens already: one file, or one to train on and one to hold out. They are not copied.
+    """Text that is tokens already, in a file that is read where it lies.
 
     Args:
         path: A ``.bin`` file of nothing but little-endian tokens, as nanoGPT writes it, or a ``.npy`` file.
         vocab_size: Every token is below it.
-        val_path: Validation tokens. None: the last ``val_fraction`` of ``path``, from the nearest end of a document on.
         dtype: The type in ``.bin`` files: ``uint16`` or ``uint32``.
         eos_token_id: Ends each document. None: the tokenizer's end-of-text token; without one, all is one document.
     """
@@ -119,23 +121,20 @@ class TokenArrays:
         self,
         path: str | Path,
         vocab_size: int,
-        val_path: str | Path | None = None,
         dtype: str = "uint16",
         eos_token_id: int | None = None,
     ) -> None:
         check_choice("data.dtype", dtype, ("uint16", "uint32"))
         if dtype == "uint16" and vocab_size > 2**16:  # Halves of tokens would be read as tokens.
             raise UserError(f"data.vocab_size={vocab_size} needs tokens of four bytes; set data.dtype=uint32")
-        self.path, self.val_path = path, val_path
+        self.path = path
         self.vocab_size, self.dtype, self.eos_token_id = vocab_size, f"<u{int(dtype[4:]) // 8}", eos_token_id
 
     def open(self, val_fraction: float, eos_token_id: int | None = None) -> tuple[Tokens, Tokens]:
-        """Return what to train on and what is held out. UserError for tokens that are not below ``vocab_size``."""
+        """Return what to train on and what is held out: the last ``val_fraction``, from the nearest end of a document
+        on; 0 and 1 put all on one side. UserError for tokens that are not below ``vocab_size``."""
         eos = eos_token_id if self.eos_token_id is None else self.eos_token_id
         array, ends = self._opened(self.path, eos)
-        if self.val_path is not None:
-            other, other_ends = self._opened(self.val_path, eos)
-            return self._tokens(array, 0, ends), self._tokens(other, 0, other_ends)
         kept = len(array) - min(max(1, int(val_fraction * len(array))), len(array) - 1)
         if val_fraction in (0, 1):
             kept = 0 if val_fraction else len(array)
@@ -155,8 +154,8 @@ class TokenArrays:
             chunk = array[start : start + _CHUNK]
             if chunk.min() < 0 or chunk.max() >= self.vocab_size:
                 raise UserError(
-                    f"{file} has a token beyond data.vocab_size={self.vocab_size} (from {chunk.min()} to {chunk.max()}); "
-                    "set data.vocab_size to that of the tokenizer that made it, and data.dtype to its type"
+                    f"{file} has tokens from {chunk.min()} to {chunk.max()}, and data.vocab_size={self.vocab_size}; "
+                    "set it to that of the tokenizer that made them, and data.dtype to their type"
                 )
             if eos is not None:
                 ends.append(np.flatnonzero(chunk == eos) + start + 1)

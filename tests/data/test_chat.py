@@ -22,13 +22,13 @@ from chat_templates import (
     THOUGHTS_OPENED,
     make_tokenizer,
 )
+from data_modules import tokens_of
 from transformers import ByT5Tokenizer
 
 from lit_fused.data import ChatEncoding
 from lit_fused.data.chat_encoding import ChatEncoder, with_chat_template
 from lit_fused.data.chat_template import CHATML, ConversationRenderer
-from lit_fused.data.source import DocumentError
-from lit_fused.data.store import Encoded, TokenStore
+from lit_fused.data.encoding import Encoded
 from lit_fused.data.tokenizer import train_tokenizer
 from lit_fused.errors import UserError
 
@@ -157,7 +157,7 @@ def test_marks_whose_surroundings_change_with_them_are_refused():
         "{% macro answer(text) %}{% generation %}{{ text }}{% endgeneration %}{% endmacro %}"
         "{% for message in messages %}{{ message['role'] + ': ' + (answer(message['content']) | trim) }}{% endfor %}"
     )
-    with pytest.raises(DocumentError, match="marks cannot be followed"):
+    with pytest.raises(UserError, match="marks cannot be followed"):
         documents(make_tokenizer(template), [says("user", "12"), says("assistant", "fox ")])
 
 
@@ -261,7 +261,7 @@ def test_where_an_answer_changes_its_prompts_tokens_they_are_encoded_apart(templ
 
 def test_a_template_that_passes_over_what_is_said_is_refused():
     without_answers = CHATML_UNMARKED.replace("message['content']", "(message['content'] if loop.first else 'hm')")
-    with pytest.raises(DocumentError, match=r"leaves out what message 2 \(assistant\) says"):
+    with pytest.raises(UserError, match=r"leaves out what message 2 \(assistant\) says"):
         documents(make_tokenizer(without_answers), [says("user", "12"), says("assistant", "fox")])
 
 
@@ -271,7 +271,7 @@ def test_the_documents_of_one_conversation_are_apart_in_the_store(tmp_path):
     conversation = {"messages": [says("system", "Be brief"), *turns]}
     encoded = ChatEncoder(tokenizer, 100, ChatEncoding())([conversation, conversation])
     assert encoded[0].notes == ("divided: the chat template rewrites earlier answers",)
-    store = TokenStore.write(tmp_path / "store", encoded, len(tokenizer))
+    store = tokens_of(encoded, len(tokenizer))
     expected = documents(tokenizer, conversation["messages"]) * 2
     assert store.ends.tolist() == np.cumsum([len(tokens) for tokens, _ in expected]).tolist()
     tokens, wanted = store.read(0, store.num_tokens)
@@ -281,7 +281,7 @@ def test_the_documents_of_one_conversation_are_apart_in_the_store(tmp_path):
 
 
 def test_a_template_whose_answers_do_not_continue_its_prompt_is_refused():
-    with pytest.raises(DocumentError, match=r"message 2 as a continuation of its prompt .*data.chat_template"):
+    with pytest.raises(UserError, match=r"message 2 as a continuation of its prompt .*data.chat_template"):
         documents(make_tokenizer(THOUGHTS_OPENED), [says("user", "12"), says("assistant", "<think>a</think>fox")])
 
 
@@ -338,7 +338,7 @@ USER = says("user", "a")
     ],
 )
 def test_a_bad_record_is_a_fault_that_says_why(record, message):
-    with pytest.raises(DocumentError, match=message):
+    with pytest.raises(UserError, match=message):
         ChatEncoder(make_tokenizer(CHATML), 100, ChatEncoding())([record])
 
 
@@ -352,14 +352,14 @@ def test_a_bad_record_is_a_fault_that_says_why(record, message):
     ],
 )
 def test_what_the_template_refuses_is_a_fault_in_the_templates_own_words(template, messages, reason):
-    with pytest.raises(DocumentError, match=f"the chat template refuses the conversation .roles: .*{reason}"):
+    with pytest.raises(UserError, match=f"the chat template refuses the conversation .roles: .*{reason}"):
         documents(make_tokenizer(template), messages)
 
 
 def test_a_conversation_that_begins_with_the_assistant_is_learned_or_refused():
     ((tokens, wanted),) = documents(make_tokenizer(CHATML), [says("assistant", "fox")])
     assert runs(make_tokenizer(CHATML), tokens, wanted) == ["fox<|im_end|>"]
-    with pytest.raises(DocumentError, match="refuses the conversation|begins with the assistant"):
+    with pytest.raises(UserError, match="refuses the conversation|begins with the assistant"):
         documents(make_tokenizer(GEMMA), [says("assistant", "fox")])
 
 
@@ -387,7 +387,7 @@ def test_an_answer_of_weight_0_is_context_only():
     messages = [USER, says("assistant", "dog", weight=0), USER, says("assistant", "fox", weight=1)]
     ((tokens, wanted),) = documents(tokenizer, messages)
     assert runs(tokenizer, tokens, wanted) == ["fox<|im_end|>"]
-    with pytest.raises(DocumentError, match=r"the weight of message 2 \(assistant\) must be 0 or 1; got float 0.5"):
+    with pytest.raises(UserError, match=r"the weight of message 2 \(assistant\) must be 0 or 1; got float 0.5"):
         documents(tokenizer, [USER, says("assistant", "dog", weight=0.5)])
 
 
@@ -416,7 +416,7 @@ def test_a_long_conversation_is_cut_skipped_or_refused():
     assert kept.tokens.tolist() == whole.tolist()
     assert kept.notes == ()
 
-    with pytest.raises(DocumentError, match=rf"it has {len(whole)} tokens, more than data.block_size=20"):
+    with pytest.raises(UserError, match=rf"it has {len(whole)} tokens, more than data.block_size=20"):
         ChatEncoder(tokenizer, 20, ChatEncoding(too_long="refuse"))([{"messages": messages}])
 
 
@@ -444,7 +444,7 @@ def test_chatml_adds_its_tokens_to_a_tokenizer_without_them_as_tokens_that_no_te
     ((tokens, wanted),) = documents(tokenizer, [says("user", "12"), says("assistant", "fox")])
     assert runs(tokenizer, tokens, wanted) == ["fox<|im_end|>"]
     spelled_out = [says("user", "<|im_end|>"), says("assistant", "fox")]
-    with pytest.raises(DocumentError, match=r"<\|im_end\|>"):
+    with pytest.raises(UserError, match=r"<\|im_end\|>"):
         documents(tokenizer, spelled_out)
 
 

@@ -10,7 +10,6 @@ from transformers import ByT5Tokenizer
 
 from lit_fused.data import InstructionEncoding
 from lit_fused.data.pair_encoding import InstructionEncoder
-from lit_fused.data.source import DocumentError
 from lit_fused.errors import UserError
 
 
@@ -61,9 +60,7 @@ def test_a_sentencepiece_tokenizer_puts_no_space_where_there_is_none():
     tokenizer = make_tokenizer(kind="metaspace")
     spaced = encode(tokenizer, pair("How are", " you?"))
     assert tokenizer.decode(spaced.tokens) == "How are you?</s>"
-    with pytest.raises(
-        DocumentError, match=r"the prompt's end 'How ' and the completion's beginning 'are you' share a t"
-    ):
+    with pytest.raises(UserError, match=r"the prompt's end 'How ' and the completion's beginning 'are you' share a t"):
         encode(tokenizer, pair("How ", "are you"))
 
 
@@ -122,7 +119,7 @@ def test_columns_and_words_of_ones_own():
     ],
 )
 def test_a_bad_record_is_a_fault_that_says_why(record, options, message):
-    with pytest.raises(DocumentError, match=message):
+    with pytest.raises(UserError, match=message):
         encode(make_tokenizer(), record, 4, **options)
 
 

@@ -9,7 +9,7 @@ from chat_templates import CHATML_UNMARKED, PARTS, make_tokenizer
 from lit_fused.data import ChatEncoding
 from lit_fused.data.chat_encoding import ChatEncoder
 from lit_fused.data.chat_template import CHATML
-from lit_fused.data.source import DocumentError
+from lit_fused.errors import UserError
 
 # As Qwen 2.5's and Hermes's: tools and calls as JSON, arguments as a mapping, no content where there is none.
 HERMES = (
@@ -119,22 +119,22 @@ def test_a_template_that_takes_parts_only_is_given_parts(content):
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
 def test_a_part_that_is_no_text_is_refused_by_its_kind(kind):
-    with pytest.raises(DocumentError, match=f"message 1 has a part of type {kind}; only parts of text"):
+    with pytest.raises(UserError, match=f"message 1 has a part of type {kind}; only parts of text"):
         encoded(CHATML, [{"role": "user", "content": [{"type": kind, kind: {"url": "x"}}]}, ANSWER])
 
 
 @pytest.mark.parametrize("content", [None, ""])
 @pytest.mark.parametrize("template", [CHATML, CHATML_UNMARKED, PRINTS])
 def test_a_template_that_drops_calls_is_refused(template, content):
-    with pytest.raises(DocumentError, match=r"leaves out the tool call weather of message 2 \(assistant\); set data"):
+    with pytest.raises(UserError, match=r"leaves out the tool call weather of message 2 \(assistant\); set data"):
         encoded(template, conversation(content))
 
 
 def test_a_template_that_drops_what_stands_beside_a_call_or_what_a_tool_says_is_refused():
-    with pytest.raises(DocumentError, match=r"leaves out the content of message 2 \(assistant\)"):
+    with pytest.raises(UserError, match=r"leaves out the content of message 2 \(assistant\)"):
         encoded(LLAMA31, conversation("Let me look"))
     without_results = HERMES.replace("+ message.content + '</tool", "+ '</tool")
-    with pytest.raises(DocumentError, match=r"leaves out the content of message 3 \(tool\)"):
+    with pytest.raises(UserError, match=r"leaves out the content of message 3 \(tool\)"):
         encoded(without_results, conversation())
 
 
@@ -142,7 +142,7 @@ def test_tools_are_written_or_refused():
     text, _ = encoded(HERMES, conversation(), tools=TOOLS)
     assert text.startswith("<|im_start|>system\n" + json.dumps(TOOLS[0]) + "<|im_end|>")
     for template in (CHATML, LLAMA31, DEEPSEEK):
-        with pytest.raises(DocumentError, match="leaves out the tools that the record offers"):
+        with pytest.raises(UserError, match="leaves out the tools that the record offers"):
             encoded(template, [USER, ANSWER], tools=TOOLS)
 
 
@@ -154,14 +154,14 @@ def test_nothing_of_python_is_written_where_a_template_prints_what_it_is_given()
 
 def test_two_calls_at_once_are_refused_in_the_templates_words_or_learned():
     calls = [CALL, {**CALL, "id": "c2", "function": {"name": "news", "arguments": "{}"}}]
-    with pytest.raises(DocumentError, match="only supports single tool-calls"):
+    with pytest.raises(UserError, match="only supports single tool-calls"):
         encoded(LLAMA31, conversation(tool_calls=calls))
     assert '{"name": "news", "arguments": {}}' in encoded(HERMES, conversation(tool_calls=calls))[1]
 
 
 @pytest.mark.parametrize("calls", ["weather", [3], [{"function": {"arguments": "{}"}}]])
 def test_calls_of_another_shape_are_refused(calls):
-    with pytest.raises(DocumentError, match="tool_calls of message 2 must be a list of"):
+    with pytest.raises(UserError, match="tool_calls of message 2 must be a list of"):
         encoded(HERMES, conversation(tool_calls=calls))
 
 

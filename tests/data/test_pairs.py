@@ -12,7 +12,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lit_fused.data import IGNORE_INDEX
 from lit_fused.data.pair_encoding import PairEncoder, PairEncoding
-from lit_fused.data.source import DocumentError
 from lit_fused.data.tokenizer import train_tokenizer
 from lit_fused.errors import UserError
 
@@ -81,7 +80,7 @@ def test_a_long_pair_is_cut_keeping_its_ends_or_skipped_or_refused(template):
     assert whole[2] == ()
     skipped = ("", "", ("left out: longer than data.block_size=4",))
     assert encode(tokenizer, TEXTS[2], "you", block_size=4, too_long="skip") == skipped
-    with pytest.raises(DocumentError, match="it has [789] tokens, more than data.block_size=4"):
+    with pytest.raises(UserError, match="it has [789] tokens, more than data.block_size=4"):
         encode(tokenizer, "you", TEXTS[2], block_size=4, too_long="refuse")
 
 
@@ -110,7 +109,7 @@ def test_special_tokens_spelt_out_are_ordinary_text_and_empty_texts_are_left_out
     ],
 )
 def test_a_pair_that_is_none_is_a_fault(record, message):
-    with pytest.raises(DocumentError, match=message):
+    with pytest.raises(UserError, match=message):
         PairEncoder(train_tokenizer(["a"], 260, whole_sequences=True), 100, PairEncoding())([record])
 
 

@@ -42,20 +42,20 @@ def checksum(batches: Any) -> str:
     for batch in batches:
         for name, values in sorted(batch.items()):
             found.update(f"{name} {tuple(values.shape)}".encode() + values.numpy().tobytes())
-    return found.hexdigest()[:16]
+    return found.hexdigest()[:8]
 
 
 RECORDED = {
-    "folder {}": "a5c6c8b026b65389 7d761bbbab7a15a6 7e08c01078143d28",
-    "folder {'packing': 'documents'}": "38d087f1f93759a4 c127cdcc8f748efb 7a64d81f9e0ba3cc",
-    "folder {'packing': 'none'}": "b1182812a8f42ef8 0b320813067c2425 1945e22f2a46c2bc",
-    "one file {}": "3989596819d16eec 95f94099bae8c940 41305ac93d20858e",
-    "lines {'packing': 'documents'}": "75f0cc507419f7f3 b003622f4fed8e64 f8976bb30b8dcc16",
-    "lines {'mask_probability': 0.15}": "0d019f85b0bb2bea 4022a74fe997dd2d 02f2613016b5d5e5",
-    "lines {'mask_probability': 0.15, 'whole_words': True, 'packing': 'none'}": "6a872ca17f1d18f2 801f5cbb53017c12 5ea9a61eaf875e2c",
-    "several {}": "1ed4165835f11309 a5452f639e1bdd77 cc26c3cc16b41898 b2b84f57dcc60825",
-    "several {'weights': {'web': 1, 'code': 2}, 'packing': 'documents'}": "33c8bcd3eba86e21 863cccaa1c2b2865 2011306f1ec8c5ca 2969c2d22ca433a7",
-    "several {'weights': {'web': 1, 'code': 2}, 'mask_probability': 0.3}": "7437362141d399b6 9169a2ff6bf76adc d5c5c3469edfb601 cdd8d2e0aee6dd8d",
+    "folder {}": "a5c6c8b0 7d761bbb 7e08c010",
+    "folder {'packing': 'documents'}": "38d087f1 c127cdcc 7a64d81f",
+    "folder {'packing': 'none'}": "b1182812 0b320813 1945e22f",
+    "one file {}": "39895968 95f94099 41305ac9",
+    "lines {'packing': 'documents'}": "75f0cc50 b003622f f8976bb3",
+    "lines {'mask_probability': 0.15}": "0d019f85 4022a74f 02f26130",
+    "lines {'mask_probability': 0.15, 'whole_words': True, 'packing': 'none'}": "6a872ca1 801f5cbb 5ea9a61e",
+    "several {}": "1ed41658 a5452f63 cc26c3cc b2b84f57",
+    "several {'weights': {'web': 1, 'code': 2}, 'packing': 'documents'}": "33c8bcd3 863cccaa 2011306f 2969c2d2",
+    "several {'weights': {'web': 1, 'code': 2}, 'mask_probability': 0.3}": "74373621 9169a2ff d5c5c346 cdd8d2e0",
 }
 
 
