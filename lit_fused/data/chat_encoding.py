@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -20,7 +19,7 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from lit_fused.data.chat_template import CHATML, CHATML_TOKENS, read_chat_template, with_chat_template
+from lit_fused.data.chat_template import CHATML, CHATML_TOKENS, TemplatedEncoding, with_chat_template
 from lit_fused.data.conversations import (
     FORMS,
     LeftOut,
@@ -30,7 +29,7 @@ from lit_fused.data.conversations import (
     read_conversation,
     says,
 )
-from lit_fused.data.encoding import Encoder, RecordEncoding, context_and_answer, joined, leave_out
+from lit_fused.data.encoding import Encoder, context_and_answer, joined, leave_out
 from lit_fused.data.store import Encoded
 from lit_fused.data.tokenizer import MIN_VOCAB_SIZE
 from lit_fused.errors import UserError
@@ -50,7 +49,7 @@ class ChatEncoder(Encoder["ChatEncoding"]):
     """
 
     def __post_init__(self) -> None:
-        tokenizer = with_chat_template(self.tokenizer, self.encoding.chat_template)
+        tokenizer = with_chat_template(self.tokenizer, cast(str | None, self.encoding.chat_template))
         if not tokenizer.is_fast:
             raise UserError(
                 f"{type(tokenizer).__name__} does not tell which characters a token holds, without which the "
@@ -207,7 +206,7 @@ def _refuse_lost(text: str, messages: list[Message]) -> None:
 
 
 @dataclass(frozen=True)
-class ChatEncoding(RecordEncoding):
+class ChatEncoding(TemplatedEncoding):
     """Documents are conversations, with loss on what the assistant says.
 
     A record is ``{"messages": [{"role", "content"}, ...]}``, perhaps with ``"tools"``, or ShareGPT's
@@ -215,9 +214,8 @@ class ChatEncoding(RecordEncoding):
 
     Attributes:
         messages_column: The column of the messages where it has another name.
-        chat_template: None: the tokenizer's own. Or "chatml", or a file with a template (Jinja). A tokenizer that is
+        chat_template, template_kwargs: See :class:`lit_fused.data.chat_template.TemplatedEncoding`. A tokenizer that is
             trained on the conversations has ChatML.
-        template_kwargs: What else the template reads, such as ``{"enable_thinking": False}``.
     """
 
     kind = "chat"
@@ -225,12 +223,6 @@ class ChatEncoding(RecordEncoding):
     min_vocab_size = MIN_VOCAB_SIZE + len(CHATML_TOKENS)
 
     messages_column: str | None = None
-    chat_template: str | Path | None = None
-    template_kwargs: Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "template_kwargs", dict(self.template_kwargs or {}))
 
     @property
     def columns(self) -> list[str]:
@@ -248,5 +240,5 @@ class ChatEncoding(RecordEncoding):
     def train(self, documents: list[dict[str, Any]], vocab_size: int) -> PreTrainedTokenizerBase:
         tokenizer = super().train(documents, vocab_size - len(CHATML_TOKENS))
         tokenizer.add_special_tokens({"extra_special_tokens": [CHATML_TOKENS[0]], "eos_token": CHATML_TOKENS[1]})
-        tokenizer.chat_template = CHATML if self.chat_template is None else read_chat_template(self.chat_template)
+        tokenizer.chat_template = str(self.chat_template or CHATML)
         return tokenizer

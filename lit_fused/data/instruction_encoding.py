@@ -7,12 +7,12 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from lit_fused.data.chat_encoding import ChatEncoding
+from lit_fused.data.chat_template import TemplatedEncoding
 from lit_fused.data.conversations import LeftOut, check_border, read_messages, read_tools, unknown_form
-from lit_fused.data.encoding import Encoder, RecordEncoding, context_and_answer, leave_out
+from lit_fused.data.encoding import Encoder, context_and_answer, leave_out
 from lit_fused.data.store import Encoded
 from lit_fused.errors import UserError
 from lit_fused.models.special_tokens import closing_tokens, one_of_each
@@ -84,14 +84,14 @@ class InstructionEncoder(Encoder[AnyAnswers]):
 
 
 @dataclass(frozen=True)
-class InstructionEncoding(RecordEncoding):
+class InstructionEncoding(TemplatedEncoding):
     """Documents are prompts with completions; loss is on the completion and on the token that ends it.
 
     Attributes:
         prompt: The prompt's column, taken as it is; or text with ``{column}`` in it, such as ``"Q: {question}\\nA:"``.
             None: ``prompt``, or Alpaca's ``instruction`` and ``input`` (which may be missing or empty), in its words.
         completion: The completion's column. None: ``completion``, of Alpaca ``output``.
-        chat_template, template_kwargs: Of lists of messages, see :class:`lit_fused.data.ChatEncoding`.
+        chat_template, template_kwargs: Of lists of messages.
     """
 
     kind = "instruction"
@@ -99,8 +99,6 @@ class InstructionEncoding(RecordEncoding):
 
     prompt: str | None = None
     completion: str | None = None
-    chat_template: str | Path | None = None
-    template_kwargs: Mapping[str, Any] | None = None
 
     @property
     def conversations(self) -> ChatEncoding:

@@ -421,19 +421,21 @@ def test_a_long_conversation_is_cut_skipped_or_refused():
 def test_a_tokenizer_without_a_template_is_refused_unless_one_is_given(tmp_path):
     with pytest.raises(UserError, match="has no chat template; set data.chat_template"):
         ChatEncoding().encoder(make_tokenizer(), 100)
-    chatml = with_chat_template(make_tokenizer(), "chatml")
+    chatml = ChatEncoding(chat_template="chatml").encoder(make_tokenizer(), 100).tokenizer
     assert chatml.chat_template == CHATML
     assert chatml.eos_token == "<|im_end|>"
     (tmp_path / "mine.jinja").write_text(PLAIN)
-    assert with_chat_template(make_tokenizer(CHATML), tmp_path / "mine.jinja").chat_template == PLAIN
+    for mine in (tmp_path / "mine.jinja", PLAIN):
+        encoding = ChatEncoding(chat_template=mine)
+        assert encoding.chat_template == encoding.encoder(make_tokenizer(CHATML), 100).tokenizer.chat_template == PLAIN
     with pytest.raises(UserError, match="must be chatml or a file.*no.jinja"):
-        with_chat_template(make_tokenizer(), tmp_path / "no.jinja")
+        ChatEncoding(chat_template=tmp_path / "no.jinja")
 
 
 def test_chatml_adds_its_tokens_to_a_tokenizer_without_them_as_tokens_that_no_text_becomes():
     plain = train_tokenizer(["a text"], 260)
     entries = len(plain)
-    tokenizer = with_chat_template(plain, "chatml")
+    tokenizer = with_chat_template(plain, CHATML)
     assert tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]) == [entries, entries + 1]
     assert tokenizer.eos_token_id == entries + 1
     ((tokens, wanted),) = documents(tokenizer, [says("user", "12"), says("assistant", "fox")])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from data_modules import hub_data, text_data, tokens_data
 
+from lit_fused.data import FileSource
 from lit_fused.data.source import DocumentError
 from lit_fused.errors import UserError
 
