@@ -14,7 +14,6 @@ from lightning.pytorch.utilities import rank_zero_info
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from lit_fused.app.config import check_precision
 from lit_fused.app.continued import different_data
 from lit_fused.app.loggers import RunCSVLogger, recording
 from lit_fused.app.reporting.finish import report
@@ -31,7 +30,6 @@ def fit(cfg: DictConfig) -> float | None:
     """Fit, validate or test, as ``cfg.mode`` says, and return the metric of a search."""
     L.seed_everything(cfg.seed, workers=True)
     trainer: L.Trainer = instantiate(cfg.trainer)
-    check_precision(cfg.precision, trainer)
     loss = instantiate(cfg.loss)
     data = instantiate(cfg.data)
     module = build_module(cfg, loss)
