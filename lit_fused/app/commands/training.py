@@ -15,7 +15,6 @@ from lightning.pytorch.utilities import rank_zero_info
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from lit_fused.app.config import check_precision
 from lit_fused.app.continued import different_data
 from lit_fused.app.loggers import RunCSVLogger, recording
 from lit_fused.app.reporting.run import begin, forget_end, log_plots, report
@@ -34,7 +33,6 @@ def fit(cfg: DictConfig) -> float | None:
     L.seed_everything(cfg.seed, workers=True)
     trainer: L.Trainer = instantiate(cfg.trainer)
     begin(trainer, cfg.output_dir, HydraConfig.get().runtime.cwd, cfg.tags)
-    check_precision(cfg.precision, trainer)
     loss = instantiate(cfg.loss)
     data = instantiate(cfg.data)
     module = build_module(cfg, loss)

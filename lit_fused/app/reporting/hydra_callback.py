@@ -14,13 +14,11 @@ from typing import Any
 import hydra.core.utils
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn
-from hydra.errors import CompactHydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lit_fused.app.faults import fault_of, one_sentence
-from lit_fused.app.mistyped import wants_trace
 from lit_fused.app.ranks import is_first_rank
 from lit_fused.app.reporting.page import write_report
 from lit_fused.app.reporting.sweep import list_run, numbered_folders, run_folders
@@ -137,9 +135,6 @@ class OutputFolderCheck(Callback):
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         give_back(_output_folder(config))
-        error = job_return._return_value
-        if config.hydra.mode == RunMode.RUN and isinstance(error, CompactHydraException) and not wants_trace():
-            raise SystemExit(str(error))  # without Hydra's line about overrides
 
 
 @one_sentence()
