@@ -4,7 +4,7 @@ Strategies wrap this one ``nn.Module``. The loss runs inside its forward, where 
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -95,13 +95,16 @@ class LanguageModel(nn.Module):
         self._without_cache: dict[str, bool] | None = None
         self.loss = as_loss(loss)
         self.replace_head(None)
+        self.empty_cache: documents_attention.EmptyCache | None = None  # that spares a search for documents
         self.packing: Form | UserError | None = None  # how documents in a row stay apart; the first such batch sets it
-        self.own_positions = documents_apart.OwnPositions()
         self.register_load_state_dict_post_hook(_look_again)
+        if self.is_compiled_whole:
+            documents_attention.takes_its_place(model)
 
     def prepare(self, device: torch.device) -> None:
         """Identify the head, and refuse before training what the loss cannot run with on ``device``."""
         self.loss.prepare(self, device)
+        self.empty_cache = documents_attention.empty_cache_for(self.transformers_model)
 
     def forward(self, batch: Batch) -> LossOutput:
         """Return the sums of ``batch``: "input_ids" and "labels", integers (B, T), and other inputs of the backbone;
@@ -249,8 +252,7 @@ class LanguageModel(nn.Module):
             self.replace_head(None)
         if self._head is None and self.transformers_model is not None:
             try:
-                with self.own_positions.spared(()):
-                    self.replace_head(identify_head(self.transformers_model))
+                self.replace_head(identify_head(self.transformers_model))
             except UserError:
                 raise
             except Exception:  # The model raised it; the first batch raises it again if it does not fit either.
@@ -311,12 +313,7 @@ class LanguageModel(nn.Module):
 
     def run_backbone(self, arguments: dict[str, Any]) -> Any:
         """Run the backbone, compiled or not, with named outputs."""
-        packed = self.packing == "blocks" and may_be_packed(arguments)
-        with ExitStack() as around:
-            around.enter_context(outputs_by_name(self.backbone))
-            around.enter_context(self.own_positions.spared(arguments))
-            if packed:
-                around.enter_context(documents_attention.in_blocks(True))
+        with outputs_by_name(self.backbone), documents_attention.told(arguments, self.packing):
             return self._call(**arguments)
 
     def _call(self, **arguments: Any) -> Any:
@@ -384,6 +381,8 @@ class LanguageModel(nn.Module):
             inputs |= documents_apart.arguments(self.transformers_model, batch, self.packing)
         if self._without_cache is None:
             self._without_cache = without_cache(self.transformers_model)
+        if self.empty_cache is not None and not inputs.keys() & {"position_ids", "attention_mask", "past_key_values"}:
+            inputs["past_key_values"] = self.empty_cache
         return inputs | self._without_cache
 
 
