@@ -95,9 +95,8 @@ def find(model: Any, positions: Tensor, forms: Iterable[Form]) -> Form | UserErr
     it is refused with."""
     packed, alone = experiment(positions.shape[1], model.vocabulary, positions.device)
     seen_by_loss = model.logits if model.loss.builds_logits else model.hidden_states
-    eager = torch.compiler.set_stance("force_eager")
     faults: dict[Form, str] = {}
-    with model.spared_random_numbers(), probing(model.backbone), eager:
+    with probing(model.backbone):
         for form in forms:
             model.packing = form
             try:

@@ -56,9 +56,10 @@ def empty_cache_for(model: PreTrainedModel | None) -> EmptyCache | None:
         return None
     if "past_key_values" not in inspect.signature(model.forward).parameters:
         return None
-    cache, batch = EmptyCache(), probe_batch(model, 2)
+    cache = EmptyCache()
     try:
-        with probing(model), torch.compiler.set_stance("force_eager"):
+        batch = probe_batch(model, 2)
+        with probing(model):
             usual, beside = (model(**batch, **more).logits for more in ({}, {"past_key_values": cache}))
     except Exception:  # It needs more than token ids, or a cache of its own kind: a model raises what it likes.
         return None

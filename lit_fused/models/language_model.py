@@ -20,10 +20,11 @@ from lit_fused.heads.capture import (
     InputCapture,
     extract_hidden_states,
     outputs_by_name,
+    router_loss,
     uses_of_square,
 )
-from lit_fused.heads.probe import explained_after_layer, without_cache
-from lit_fused.heads.with_labels import labels_are_shifted_by, router_loss
+from lit_fused.heads.probe import without_cache
+from lit_fused.heads.with_labels import labels_are_shifted_by
 from lit_fused.losses.fused import token_losses
 from lit_fused.losses.loss import (
     SHIFTED_OR_COUNTED,
@@ -277,8 +278,8 @@ class LanguageModel(nn.Module):
         """Run a transformers model's forward pass, ``run(*arguments)``, without its output layer. Return the layer's
         inputs, (..., D) for each of its calls, and what ``run`` returned."""
         if self._capture is None or self._capture.head is not head:
-            self._capture = InputCapture(head)
-        with self._capture as inputs, explained_after_layer(self.backbone, inputs):
+            self._capture = InputCapture(head, self.backbone)
+        with self._capture as inputs:
             return inputs, run(*arguments)
 
     def logits(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
@@ -340,7 +341,7 @@ class LanguageModel(nn.Module):
         if self._returns_hidden_states:
             return extract_hidden_states(self.run_backbone(self.inputs_of(batch)), self.name)
         # An embedding as output layer is also the input layer, so it has to run.
-        capture = InputCapture(OutputHead(layer)) if isinstance(layer, nn.Linear) else nullcontext([])
+        capture = InputCapture(OutputHead(layer), self.backbone) if isinstance(layer, nn.Linear) else nullcontext([])
         with capture as inputs, uses_of_square(layer.weight) as uses:  # type: ignore[arg-type]
             output = self.run_backbone(self.inputs_of(batch))
         if inputs or uses:
