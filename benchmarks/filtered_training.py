@@ -54,7 +54,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lit_fused import FusedCausalLMModule, LinearCrossEntropyLoss, filtered
-from lit_fused.app.reporting.sweep import PALETTE
+from lit_fused.app.reporting.page import PALETTE
 from lit_fused.data import TextEncoding, TokenDataModule, load_records
 from lit_fused.data.token_data_module import PreparedTokens
 from lit_fused.data.tokens import Tokens

@@ -13,8 +13,9 @@ from lit_fused import on_first_use
 if TYPE_CHECKING:
     from lit_fused.data.chat_encoding import ChatEncoding
     from lit_fused.data.encoding import TextEncoding
+    from lit_fused.data.instruction_encoding import InstructionEncoding
     from lit_fused.data.interaction_data import InteractionDataModule
-    from lit_fused.data.pair_encoding import InstructionEncoding, PairEncoding
+    from lit_fused.data.pair_encoding import PairEncoding
     from lit_fused.data.preference_encoding import PreferenceEncoding
     from lit_fused.data.records import load_records
     from lit_fused.data.rollouts import RolloutDataModule

@@ -5,7 +5,7 @@ becomes an :class:`Encoder`, a function from documents to tokens.
 """
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -61,15 +61,6 @@ class Encoder(Generic[AnyEncoding]):
                 "give it one: tokenizer.eos_token = '...', and tokenizer.save_pretrained(FOLDER)"
             )
         return self.tokenizer.eos_token_id
-
-    def check_border(self, prompt: str, answer: str, tokens: list[int], whole: list[int]) -> None:
-        """Raise ``UserError`` unless ``tokens``, of the prompt and of the answer alone, say what ``whole`` does."""
-        if self.tokenizer.decode(tokens) != self.tokenizer.decode(whole):
-            raise UserError(
-                f"the prompt's end {prompt[-20:]!r} and the completion's beginning {answer[:20]!r} share a token, and "
-                "the tokenizer cannot encode the completion alone; a space or a line break between them must be at "
-                "the beginning of the completion rather than at the end of the prompt"
-            )
 
 
 @dataclass(frozen=True)
@@ -173,12 +164,6 @@ def joined(parts: Sequence[Encoded], notes: tuple[str, ...]) -> Encoded:
     wanted = [part.wanted for part in parts if part.wanted is not None]
     ends = np.cumsum([len(part.tokens) for part in parts if len(part.tokens)])
     return Encoded(np.concatenate([part.tokens for part in parts]), np.concatenate(wanted), notes, tuple(ends.tolist()))
-
-
-def no_column(column: str, names: Iterable[str], options: str = "data.text_column") -> str:
-    """Return the sentence for a column that is missing; ``options`` choose it."""
-    there = ", ".join(map(repr, names)) or "none"
-    return f"there is no column {column!r}; those that are there: {there}. Set {options} to one of them"
 
 
 def leave_out(note: str) -> Encoded:

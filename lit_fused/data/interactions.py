@@ -17,6 +17,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from lit_fused.atomic import written_whole
+from lit_fused.data.records import find_files
 from lit_fused.errors import UserError
 
 Numbers = npt.NDArray[Any]
@@ -52,7 +53,7 @@ def read_table(path: Path, columns: list[str]) -> pa.Table:
             _check_columns(path, names, columns)
             convert = pyarrow.csv.ConvertOptions(include_columns=columns)
             return pyarrow.csv.read_csv(path, parse_options=options, convert_options=convert)
-        files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
+        files = find_files(path, (".parquet",)) if path.is_dir() else [path]
         if not files:
             raise UserError(f"{path} has no Parquet file; give a folder that has, or a .parquet, .csv or .tsv file")
         for file in files:

@@ -84,14 +84,16 @@ def load_records(
     base = re.split(r"[\[+]", split)[0]
     with _explained(path):
         if path is None or local is None:
-            parts = [_texts(_files(_STDLIB, (".py",), _STDLIB_SKIPPED), max_bytes, encoding, place, skip_bad=True)]
+            parts = [_texts(find_files(_STDLIB, (".py",), _STDLIB_SKIPPED), max_bytes, encoding, place, skip_bad=True)]
         elif local.is_dir() and any((local / file).is_file() for file in ("state.json", "dataset_dict.json")):
             parts = [_saved(local, base)]
         elif local.exists():
             suffixes = (*TEXT_SUFFIXES, *_READERS)
             files = [local]
             if local.is_dir():
-                files = _files(local, tuple(suffix + packed for suffix in suffixes for packed in ("", *_COMPRESSED)))
+                files = find_files(
+                    local, tuple(suffix + packed for suffix in suffixes for packed in ("", *_COMPRESSED))
+                )
                 if not files:
                     raise UserError(f"the folder {path} has no file that ends in {', '.join(suffixes)}")
                 files = _of_split(files, local, base)
@@ -142,7 +144,7 @@ def _saved(folder: Path, split: str) -> Dataset:
     return found if isinstance(found, Dataset) else found[split]
 
 
-def _files(root: Path, suffixes: tuple[str, ...], skipped: frozenset[str] = frozenset()) -> list[Path]:
+def find_files(root: Path, suffixes: tuple[str, ...], skipped: frozenset[str] = frozenset()) -> list[Path]:
     """Return the files below ``root`` that end in one of ``suffixes``, sorted, without hidden files and folders. Links
     are followed, and a folder to which several paths lead is read once."""
     files: list[Path] = []

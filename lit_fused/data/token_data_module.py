@@ -1,6 +1,7 @@
 """Define the data module of everything that becomes tokens, and build it from one flat set of options."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -52,11 +53,12 @@ Sources: TypeAlias = Source | Mapping[str, Source]
 
 class PreparedTokens(NamedTuple):
     """The tokenizer, if there is one, tokens to train on and held out by the names of their sets ("" of a single one),
-    and a description for a person."""
+    how often the encoding gave each note, and a description for a person."""
 
     tokenizer: PreTrainedTokenizerBase | None
     to_train_on: dict[str, Tokens]
     held_out: dict[str, Tokens]
+    notes: Counter[str]
     report: str
 
     @property
@@ -166,6 +168,8 @@ class TokenDataModule(BatchDataModule):
                     f"needs data.block_size={self.block_size}; set data.block_size={tokens.num_tokens} or smaller, or "
                     "give a longer text"
                 )
+        if self.prepared.notes:
+            rank_zero_info(self.prepared.report)
         if self.stored_scores is not None:
             self.stored_scores.check_tokenizer(self.tokenizer_digest)
 
@@ -201,9 +205,10 @@ class TokenDataModule(BatchDataModule):
     def _prepared(
         self, tokenizer: Any, sides: dict[_Set, tuple[Tokens, Tokens]], tables: dict[_Set, Dataset]
     ) -> PreparedTokens:
-        lines: list[str] = []
+        lines, all_notes = [], Counter[str]()
         for (part, (train, held_out)), name in zip(sides.items(), self.source_names, strict=True):
-            notes = notes_of(tables[part]) if part in tables else {}
+            notes = notes_of(tables[part]) if part in tables else Counter()
+            all_notes += notes
             said = [f"{tokens.num_documents:,} documents, {tokens.num_tokens:,} tokens" for tokens in (train, held_out)]
             lines.append(f"{name}: {said[0]} to train on; {said[1]} held out")
             lines += [f"  {note}: {count:,}" for note, count in notes.items()]
@@ -214,6 +219,7 @@ class TokenDataModule(BatchDataModule):
             tokenizer,
             {part.name: train for part, (train, _) in sides.items() if part.val_fraction < 1},
             {part.name: held_out for part, (_, held_out) in sides.items() if part.val_fraction > 0},
+            all_notes,
             "\n".join(lines),
         )
 

@@ -165,7 +165,7 @@ CHOSEN = {
     "stdlib": ([], "Records TextEncoding stream"),
     "text": (["path=some/text"], "Records TextEncoding stream"),
     "chat": (["path=a.jsonl", "too_long=skip"], "Records ChatEncoding documents"),
-    "instruction": (["path=a.jsonl", "prompt=alpaca"], "Records InstructionEncoding documents"),
+    "instruction": (["path=a.jsonl"], "Records InstructionEncoding documents"),
     "pairs": (["path=a.jsonl", "source_column=question"], "Records PairEncoding pairs"),
     "hf": (["path=a/b", "format=instruction", "completion=answer"], "Records InstructionEncoding documents"),
     "tokens": (["path=some.bin", "vocab_size=50257"], "TokenArrays NoneType stream"),

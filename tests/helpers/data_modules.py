@@ -33,7 +33,8 @@ tokens_data = partial(compose_data, TokenArrays)
 def tokens_of(documents: Sequence[Encoded], vocab_size: int) -> Tokens:
     """Return encoded documents as a data module reads them."""
     lengths = np.concatenate([np.diff([0, *(one.ends or [len(one.tokens)])]) for one in documents])
-    wanted = None if documents[0].wanted is None else [np.concatenate([one.wanted for one in documents])]
+    masks = [one.wanted for one in documents if one.wanted is not None]
+    wanted = [np.concatenate(masks)] if masks else None
     tokens = [np.concatenate([one.tokens for one in documents])]
     return Tokens(tokens, wanted, np.cumsum(lengths) - lengths, lengths, vocab_size)
 

@@ -23,7 +23,7 @@ from lit_fused.app.config import check_config, leave_mps
 from lit_fused.app.faults import explain, fault_of
 from lit_fused.app.fine_tuning import default_epochs
 from lit_fused.app.ranks import check_port, end_if_asked, end_if_deaf, end_with_run, is_first_rank
-from lit_fused.app.reporting.page import record_failure
+from lit_fused.app.reporting.runs import record_failure
 from lit_fused.app.run_length import open_values
 from lit_fused.errors import Stopped, UserError, needing
 
