@@ -16,7 +16,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import yaml
 
-from lit_fused.app.reporting.sweep import PALETTE
+from lit_fused.app.reporting.page import PALETTE
 
 GIB = 2**30
 

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from lit_fused.app.commands.scoring import ScoreOptions
     from lit_fused.app.launching import OwnGpus
     from lit_fused.app.loggers import RunCSVLogger, mlflow_logger, tensorboard_logger, wandb_logger
-    from lit_fused.app.reporting.hydra_callback import OutputFolderCheck, SweepReport
+    from lit_fused.app.reporting.hydra_callback import OutputFolderCheck
+    from lit_fused.app.reporting.sweep_report import SweepReport
     from lit_fused.models.generation import GenerateOptions
 
 __getattr__ = on_first_use(__name__)[1]

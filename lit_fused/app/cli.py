@@ -4,7 +4,6 @@ lit-fused data=text data.path=FILE_OR_FOLDER
 lit-fused --config-dir my_conf experiment=mine
 """
 
-import re
 import signal
 import sys
 import warnings
@@ -15,10 +14,8 @@ import hydra
 
 from lit_fused.app.commands import run
 from lit_fused.app.continued import continue_run
-from lit_fused.app.mistyped import answer_in_sentences
 
 _PACKAGED = "pkg://lit_fused.conf"
-_TOO_LONG = re.compile(r"\d{4301}")
 _ANSWERED = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
 _VERSIONS = ("lit-fused", "torch", "lightning", "transformers")
 
@@ -29,13 +26,23 @@ def main(conf: str = _PACKAGED) -> None:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends a listing without an error
     if sys.argv[1:] == ["--version"]:
         print(", ".join(f"{name} {version(name)}" for name in _VERSIONS))
-    elif any(_TOO_LONG.search(word) for word in sys.argv[1:]):
-        sys.exit("a number on the command line has more than 4,300 digits, which Python does not read")
-    else:
-        folder = Path(conf) if conf != _PACKAGED else Path(__file__).parents[1] / "conf"
-        answer_in_sentences(folder)
-        warnings.filterwarnings("ignore", message="The version_base parameter")  # of Hydra 1.4; 1.3 warns without it
-        try:
-            hydra.main(version_base="1.3", config_path=conf, config_name=continue_run(folder, "train"))(run)()
-        except KeyboardInterrupt:  # Within a job ``run`` has caught it. It ends here where others do the jobs.
-            sys.exit(128 + signal.SIGINT)
+        return
+    folder = Path(conf) if conf != _PACKAGED else Path(__file__).parents[1] / "conf"
+    for word in sys.argv[1:]:
+        if meant := _meant(word, folder):
+            sys.exit(f"{word}: there is no such choice. For a model or data of your own: {meant}")
+    warnings.filterwarnings("ignore", message="The version_base parameter")  # of Hydra 1.4; 1.3 warns without it
+    try:
+        hydra.main(version_base="1.3", config_path=conf, config_name=continue_run(folder, "train"))(run)()
+    except KeyboardInterrupt:  # Within a job ``run`` has caught it. It ends here where others do the jobs.
+        sys.exit(128 + signal.SIGINT)
+
+
+def _meant(word: str, conf: Path) -> str:
+    """Return the words that were meant where a model or data are given a name on the hub or a path; "" otherwise."""
+    group, _, value = word.partition("=")
+    if group not in ("model", "teacher", "data") or (conf / group / f"{value}.yaml").is_file():
+        return ""
+    if group == "data":
+        return f"data=text data.path={value} (or data=chat, ...)" if "." in value or "/" in value else ""
+    return f"{group}=pretrained {group}.path={value}" if "/" in value else ""

@@ -1,16 +1,15 @@
-"""Build the loggers of ``logger=``, go on with ``metrics.csv``, and log the configuration and pictures."""
+"""Build the loggers of ``logger=``, go on with ``metrics.csv``, and log the configuration."""
 
 import csv
 import io
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from filelock import FileLock
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
@@ -125,22 +124,6 @@ def quiet_lightning() -> Iterator[None]:
             yield
         finally:
             logger.setLevel(level)
-
-
-@rank_zero_only
-def log_image(loggers: Iterable[Logger], name: str, png: bytes, step: int) -> None:
-    """Log a picture to the loggers that show images. This needs Pillow, which matplotlib installs."""
-    from PIL import Image
-
-    image = Image.open(io.BytesIO(png)).convert("RGB")
-    for logger in loggers:
-        if isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_image(name, np.asarray(image), step, dataformats="HWC")
-            logger.experiment.flush()
-        elif isinstance(logger, WandbLogger):
-            logger.log_image(name, [image], step=step)
-        elif isinstance(logger, MLFlowLogger):
-            logger.experiment.log_image(str(logger.run_id), image, f"{name}.png")
 
 
 class RunCSVLogger(CSVLogger):

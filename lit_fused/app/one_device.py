@@ -6,21 +6,17 @@ import lightning as L
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from lit_fused.app.config import check_one_device, check_precision
 from lit_fused.app.loggers import quiet_lightning
 from lit_fused.models.load import is_deferred, materialize
 from lit_fused.models.precision import prepare_precision
 from lit_fused.training import FusedLMModule
 
 
-def one_device_trainer(cfg: DictConfig, otherwise: str) -> L.Trainer:
-    """Return the run's trainer with its device and precision alone; UserError, ending ``otherwise``, for several."""
-    check_one_device(cfg, otherwise)
-    nothing = {"callbacks": [], "logger": [], "enable_model_summary": False, "enable_checkpointing": False}
+def one_device_trainer(cfg: DictConfig) -> L.Trainer:
+    """Return the run's trainer with its accelerator and precision, and one device."""
+    alone = {"strategy": "auto", "devices": 1, "num_nodes": 1, "max_steps": 1, "callbacks": [], "logger": []}
     with quiet_lightning():
-        trainer: L.Trainer = instantiate(cfg.trainer, devices=1, max_steps=1, **nothing)
-    check_precision(cfg.precision, trainer)
-    return trainer
+        return instantiate(cfg.trainer, **alone, enable_model_summary=False, enable_checkpointing=False)
 
 
 def on_device(module: FusedLMModule, trainer: L.Trainer) -> FusedLMModule:

@@ -11,7 +11,6 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from transformers import AutoModelForMaskedLM, PreTrainedTokenizerBase
 
-from lit_fused.app.config import refuse_code_of_folders
 from lit_fused.app.run_config import folder_of_run, read_config, started_in
 from lit_fused.atomic import checkpoints_in, whole_checkpoint
 from lit_fused.data.tokenizer import load_tokenizer
@@ -42,9 +41,7 @@ def configuration_of(run: Path, allowed: Collection[str] = ()) -> Iterator[DictC
     content = read_config(run, allowed)
     sys.path[:] = map(os.path.abspath, sys.path)  # nothing is to be imported from a folder that the run names
     with chdir(started_in(run)):
-        cfg = DictConfig(content)
-        refuse_code_of_folders(cfg)
-        yield cfg
+        yield DictConfig(content)
 
 
 def load(path: str | Path, *, trust: Collection[str] = ()) -> FusedLMModule:

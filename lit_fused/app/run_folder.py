@@ -3,6 +3,7 @@
 The lock belongs to the kernel and ends with its process. All of this happens before Hydra writes into the folder.
 """
 
+import csv
 import os
 import re
 import socket
@@ -12,10 +13,12 @@ from collections.abc import Iterable
 from contextlib import suppress
 from errno import ENOLCK, ENOSYS, EOPNOTSUPP
 from pathlib import Path
+from typing import Any
 
 import yaml
 from filelock import FileLock, Timeout
 
+from lit_fused.app.fine_tuning import with_rate
 from lit_fused.app.plain_yaml import plain_yaml
 from lit_fused.atomic import newest_in, remove, removed_on_failure
 from lit_fused.errors import UserError, resuming
@@ -148,3 +151,21 @@ def write_whole(path: Path, content: bytes) -> None:
     with removed_on_failure(temporary):
         temporary.write_bytes(content)
         os.replace(temporary, path)
+
+
+def read_run_file(folder: Path) -> dict[str, Any]:
+    """Return the overrides and the configuration of a run; {} if they are not there, or are damaged."""
+    with suppress(OSError, ValueError, yaml.YAMLError):
+        config = yaml.safe_load(plain_yaml((folder / ".hydra" / "config.yaml").read_text(encoding="utf-8")))
+        return {
+            "overrides": overrides_in(folder / ".hydra"),
+            "config": with_rate(config) if isinstance(config, dict) else {},
+        }
+    return {"overrides": overrides_in(folder / ".hydra")}
+
+
+def metric_rows(folder: Path) -> list[dict[str, str]]:
+    """Return the rows of ``metrics.csv``; none if it cannot be read."""
+    with suppress(OSError, ValueError, csv.Error), (folder / "metrics.csv").open(encoding="utf-8", newline="") as file:
+        return [*csv.DictReader(file)]
+    return []

@@ -1,6 +1,6 @@
 """Decide how long a run is and when it validates, where the configuration leaves that open."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 DEFAULT_STEPS = 250
@@ -32,20 +32,3 @@ def open_values(trainer: Mapping[str, Any], epochs: int | None = None) -> dict[s
         every = 1
     found = {"max_steps": steps, "max_epochs": passes, "val_check_interval": interval, "check_val_every_n_epoch": every}
     return {key: value for key, value in found.items() if key in trainer and trainer[key] != value}
-
-
-def stopping_faults(content: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with a fit, its values filled in, that is to stop early but validates at its end alone."""
-    trainer, callbacks = content.get("trainer"), content.get("callbacks")
-    if content.get("mode") != "fit" or not isinstance(trainer, dict) or not isinstance(callbacks, dict):
-        return
-    numbers: list[Any] = [trainer.get(key) for key in ("val_check_interval", "max_steps", "accumulate_grad_batches")]
-    if not all(type(number) is int and number > 0 for number in numbers):
-        return
-    interval, steps, accumulated = numbers
-    for name, node in callbacks.items() if interval >= steps * accumulated else ():
-        if isinstance(node, dict) and str(node.get("_target_")).endswith(".EarlyStopping"):
-            yield (
-                f"trainer.val_check_interval: callbacks.{name} compares validations, and this run has one, at its end; "
-                "give trainer.val_check_interval=50, or trainer.max_epochs=3"
-            )

@@ -25,7 +25,6 @@ from safetensors import SafetensorError
 from lit_fused.app import OutputFolderCheck
 from lit_fused.app.continued import continue_run
 from lit_fused.app.faults import fault_of
-from lit_fused.app.mistyped import answer_in_sentences
 from lit_fused.parallel.checkpoint import CheckpointFiles
 
 JOB = [*SYNTHETIC, *TINY_MODEL, "trainer.max_steps=12", "callbacks.checkpoint.every_n_train_steps=4"]
@@ -112,16 +111,6 @@ def test_a_full_disk_is_recognised_in_the_words_of_each_library(error):
     outer = RuntimeError("while saving")
     outer.__cause__ = error
     assert "the disk is full: " in str(fault_of(outer))
-
-
-def test_a_full_disk_that_hydra_finds_is_one_sentence(monkeypatch):
-    def write() -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(hydra._internal.utils, "run_and_report", lambda function: function())  # It comes back.
-    answer_in_sentences(CONF)
-    with pytest.raises(SystemExit, match="the disk is full: a file could not be written whole"):
-        hydra._internal.utils.run_and_report(write)
 
 
 def test_the_first_rank_alone_writes_what_hydra_writes(monkeypatch, tmp_path):

@@ -13,12 +13,9 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from pretrained_folders import pretrained
 
-from lit_fused.app.commands import MODES
-from lit_fused.app.config import check_config
 from lit_fused.app.fine_tuning import default_epochs
-from lit_fused.app.reporting.sweep import read_run
+from lit_fused.app.reporting.runs import read_run
 from lit_fused.app.run_length import open_values
-from lit_fused.errors import UserError
 
 PRETRAINED = ["model=pretrained", "model.path=some/model"]
 LORA = ["model=lora", "model@model.model=pretrained", "model.model.path=some/model"]
@@ -114,12 +111,6 @@ def test_steps_on_the_command_line_win_over_the_epochs_and_are_validated_a_few_t
     assert length(*PRETRAINED, "trainer.val_check_interval=7")["val_check_interval"] == 7
     assert length(*PRETRAINED, "debug=fast") == length("debug=fast")
     assert length("trainer.max_steps=1000")["val_check_interval"] == 1000  # new weights, at the end as before
-
-
-def test_early_stopping_is_taken_where_validations_are_several_by_default():
-    check_config(composed("callbacks=early_stopping", "model=lora"), MODES)
-    with pytest.raises(UserError, match="this run has one, at its end"):
-        check_config(composed("callbacks=early_stopping"), MODES)
 
 
 QUIET = ["callbacks=measure", "trainer.enable_checkpointing=false", "trainer.accelerator=cpu"]
@@ -246,6 +237,6 @@ def test_a_sweep_over_models_gives_each_its_rate(tmp_path):
     done = train(tmp_path, "-m", "model=llama,lora", *words, "hydra.sweep.dir=swept")
     assert done.status == 0, done.output
     found = [read_run(tmp_path / "swept" / number) for number in "01"]
-    assert [run.config["optimizer.lr"] for run in found] == pytest.approx([1e-3, 2e-4])  # as the report shows it
+    assert [run.configuration["optimizer.lr"] for run in found] == pytest.approx([1e-3, 2e-4])  # as the report shows it
     used = [value for run in found for name, value in run.metrics.items() if name in ("lr-AdamW", "lr-AdamW/pg1")]
     assert used[1] == pytest.approx(used[0] / 5)

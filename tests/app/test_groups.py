@@ -101,15 +101,6 @@ def test_early_stopping_ends_a_run_that_learns_nothing_and_exports_the_best(tmp_
     assert done.status == 0, done.output
 
 
-def test_early_stopping_without_validations_is_refused():
-    said = r"callbacks.early_stopping compares validations, and this run has one, at its end; give trainer.val_check"
-    with pytest.raises(UserError, match=said):
-        check_config(composed("callbacks=early_stopping"), MODES)
-    check_config(composed("callbacks=early_stopping", "trainer.max_epochs=3"), MODES)
-    check_config(composed("callbacks=early_stopping", "trainer.val_check_interval=50"), MODES)
-    check_config(composed("callbacks=early_stopping", "debug=fast"), MODES)
-
-
 def test_trainers_are_chosen_by_what_they_run_on():
     assert composed("trainer=cpu").trainer.accelerator == "cpu"
     assert composed("trainer=gpu").trainer.accelerator == "gpu"

@@ -15,7 +15,6 @@ import pytest
 from commands import TINY_MODEL, Finished, text_folder, train
 from composed import composed
 from hydra.utils import instantiate
-from PIL import Image
 
 from lit_fused import UserError
 from lit_fused.app import loggers
@@ -98,13 +97,12 @@ def test_metrics_csv_is_written_whatever_else_is_chosen(run):
 
 
 @pytest.mark.slow
-def test_tags_are_in_the_summary_and_the_report(run):
+def test_tags_are_in_the_summary(run):
     assert json.loads((run[0] / "out" / "summary.json").read_text())["tags"] == ["baseline", "h200"]
-    assert "baseline, h200" in (run[0] / "out" / "report.html").read_text()
 
 
 @pytest.mark.slow
-def test_tensorboard_has_the_curves_the_configuration_the_samples_and_the_plots(run, metrics):
+def test_tensorboard_has_the_curves_the_configuration_and_the_samples(run, metrics):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run[0] / "out" / "tensorboard"), size_guidance={"tensors": 0, "images": 0})
@@ -112,8 +110,6 @@ def test_tensorboard_has_the_curves_the_configuration_the_samples_and_the_plots(
     losses = events.Scalars("train/loss")
     assert [event.step for event in losses] == list(range(STEPS))
     assert losses[-1].value == pytest.approx(metrics["train/loss"])
-    assert {"plots/memory", "plots/loss"} <= set(events.Tags()["images"])
-    assert events.Images("plots/loss")[0].width > 500
     [sample] = events.Tensors("sample/after training/text_summary")
     assert b"def read_file" in sample.tensor_proto.string_val[0]
     assert "lr: 0.001" in (run[0] / "out" / "tensorboard" / "hparams.yaml").read_text()
@@ -154,8 +150,6 @@ def test_weights_and_biases_writes_an_offline_run_and_says_so(run, metrics):
     config = {item.key or item.nested_key[0] for r in records for part in (r.run, r) for item in part.config.update}
     assert {"optimizer", "loss", "seed"} <= config
     assert [list(record.run.tags) for record in records if record.run.tags] == [["baseline", "h200"]]
-    names = {path.name.partition("_")[0] for path in offline.rglob("media/images/plots/*.png")}
-    assert names == {"memory", "loss"}
     assert any(offline.rglob("media/table/sample/*.table.json"))
 
 
@@ -172,9 +166,6 @@ def test_mlflow_gives_the_run_back_to_its_client(run, metrics):
     assert found.data.metrics["val/loss"] == pytest.approx(metrics["val/loss"])
     assert len(client.get_metric_history(found.info.run_id, "train/loss")) == STEPS
     assert found.data.params["optimizer/lr"] == "0.001"
-    plots = Path(client.download_artifacts(found.info.run_id, "plots"))
-    assert {path.name for path in plots.iterdir()} == {"memory.png", "loss.png"}
-    assert Image.open(plots / "memory.png").width > 500
     sample = Path(client.download_artifacts(found.info.run_id, f"sample/after training/step-{STEPS}.txt"))
     assert sample.read_text().startswith("def read_file")
 

@@ -3,41 +3,14 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import torch
 from composed import composed
-from lightning_helpers import quiet_trainer
 
 from lit_fused import UserError
 from lit_fused.app.commands import run
-from lit_fused.app.reporting.page import record_failure
-from lit_fused.app.reporting.run import environment
+from lit_fused.app.reporting.runs import record_failure
 from lit_fused.errors import Stopped
-
-
-def git(folder: Path, *arguments: str) -> str:
-    identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
-    return subprocess.run(
-        ["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True, text=True
-    ).stdout.strip()
-
-
-def test_the_environment_has_versions_devices_and_the_commit_around_the_run(tmp_path):
-    trainer = quiet_trainer(tmp_path)
-    found = environment(trainer, tmp_path)
-    assert found["torch"] == torch.__version__
-    assert found["devices"].startswith("1 x ")
-    assert "commit" not in found, "no repository, no commit"
-    git(tmp_path, "init", "-q")
-    (tmp_path / "file").write_text("a")
-    git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "-qm", "first")
-    head = git(tmp_path, "rev-parse", "HEAD")[:12]
-    assert environment(trainer, tmp_path)["commit"] == head
-    (tmp_path / "file").write_text("b")
-    assert environment(trainer, tmp_path)["commit"] == f"{head}, with changes that are not committed"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +21,7 @@ def test_the_environment_has_versions_devices_and_the_commit_around_the_run(tmp_
         (MemoryError(), "MemoryError"),
         (KeyboardInterrupt(), "interrupted"),
         (Stopped(15, " at step 3"), "stopped by SIGTERM at step 3"),
-        (ValueError("x" * 5000), "ValueError: " + "x" * 988 + " ..."),
+        (ValueError("x" * 5000), "ValueError: " + "x" * 988),
     ],
 )
 def test_a_failure_is_recorded_as_one_sentence_and_the_first_has_the_word(error, sentence, tmp_path):
@@ -64,7 +37,7 @@ def test_a_failure_and_a_configuration_are_text_in_utf_8_also_where_the_locale_i
     (tmp_path / "metrics.csv").touch()
     code = (
         "import sys, pathlib\n"
-        "from lit_fused.app.reporting.page import record_failure\n"
+        "from lit_fused.app.reporting.runs import record_failure\n"
         "from lit_fused.app.run_folder import fitted\n"
         "folder = pathlib.Path(sys.argv[1])\n"
         "assert fitted(folder)\n"

@@ -253,7 +253,6 @@ def test_a_sweep_over_every_loss_trains_each_and_ends_with_one_table_and_one_pic
     table = (tmp_path / "sweep" / "report.md").read_text()
     for loss in losses:
         assert re.search(rf"\| *{loss}( \(ran as \w+\))? *\|", table), table
-    assert (tmp_path / "sweep" / "report.csv").read_text().count("\n") == len(losses) + 1
     assert (tmp_path / "sweep" / "report.png").read_bytes().startswith(b"\x89PNG")
     assert all(line in finished.output for line in table.splitlines() if line.startswith("|"))
     warned = re.findall(r"loss=cce needs a CUDA GPU of compute capability 8.0.*?instead", finished.plain)
@@ -273,12 +272,11 @@ def test_a_run_in_bfloat16_trains(precision, tmp_path):
         (["data=text", "data.path=short.txt"], r"data.block_size"),
         (["data=text", "data.path=empty.txt"], "empty"),
         (["loss=liger", *SYNTHETIC], "loss=liger cannot run here: it needs a CUDA GPU.*choose loss=chunked"),
-        (["precision=16-mixed", *SYNTHETIC], "precision=16-mixed does not exist on this device"),
         (["model.config.vocab_size=200", *SYNTHETIC], r"input_ids must lie in \[0, 200\).*does the tokenizer"),
         (["hydra.run.dir=short.txt/out"], "The output folder .*short.txt/out"),
         (["strategy=fsdp2_tp", "trainer.devices=3", *SYNTHETIC], "1 x 3 devices cannot be grouped by"),
     ],
-    ids=["missing", "short", "empty", "liger", "precision", "vocabulary", "folder", "grid"],
+    ids=["missing", "short", "empty", "liger", "vocabulary", "folder", "grid"],
 )
 def test_bad_input_ends_with_a_sentence_and_not_with_a_traceback(overrides, message, tmp_path):
     (tmp_path / "short.txt").write_text("a few words only\n")

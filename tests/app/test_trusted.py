@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from lit_fused import UserError
 from lit_fused.app.config import refuse_code_of_folders
 from lit_fused.app.continued import continued
-from lit_fused.app.reporting.sweep import read_run
+from lit_fused.app.reporting.runs import read_run
 from lit_fused.app.restore import configuration_of, run_of
 from lit_fused.app.run_config import folder_of_run, read_config
 from lit_fused.app.run_folder import overrides_in
@@ -172,7 +172,7 @@ def test_yaml_that_stands_for_more_than_its_size_is_refused_before_it_is_built(t
         continued([f"ckpt_path={run}/checkpoints/last.ckpt", "trainer.max_steps=2"], CONF)
     (run / ".hydra" / "overrides.yaml").write_text(f"- {text.splitlines()[0]}\n- {text}" if "\n" not in text else text)
     assert overrides_in(run / ".hydra") == []
-    assert read_run(run).config == {}
+    assert read_run(run).configuration == {}
     assert time.monotonic() - started < 20
 
 

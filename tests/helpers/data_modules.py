@@ -20,6 +20,7 @@ FORMATS |= {"pairs": PairEncoding, "preference": PreferenceEncoding}
 text_data = partial(compose_data, FileSource, TextEncoding)
 chat_data = partial(compose_data, FileSource, ChatEncoding)
 instruction_data = partial(compose_data, FileSource, InstructionEncoding)
+preference_data = partial(compose_data, FileSource, PreferenceEncoding)
 pairs_data = partial(compose_data, FileSource, PairEncoding)
 hub_data = partial(compose_data, HubSource, FORMATS)
 tokens_data = partial(compose_data, TokenArrays)

@@ -41,7 +41,7 @@ PRELOADED = (
     "lit_fused.app.commands.training",
     "lit_fused.app.loggers",
     "lit_fused.app.reporting.hydra_callback",
-    "lit_fused.app.reporting.run",
+    "lit_fused.app.reporting.finish",
     "lit_fused.callbacks",
     "lit_fused.data.synthetic",
     "lit_fused.data.token_data_module",

@@ -33,7 +33,7 @@ ROOMS = {
     "pipeline": ("ops heads losses metrics models parallel", "torch transformers lightning"),
     "data": (
         "ops models",
-        "torch transformers lightning rich numpy datasets pyarrow tokenizers huggingface_hub filelock "
+        "torch transformers lightning rich numpy datasets pyarrow fsspec tokenizers huggingface_hub filelock "
         "charset_normalizer",
     ),
     "app": (

@@ -10,7 +10,6 @@ import sys
 import threading
 import warnings
 from contextlib import suppress
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -20,12 +19,11 @@ from hydra.errors import CompactHydraException, InstantiationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lit_fused.app.commands.preparing import prepare_first
-from lit_fused.app.config import check_config, leave_mps, refuse_code_of_folders
+from lit_fused.app.config import check_config, leave_mps
 from lit_fused.app.faults import explain, fault_of
 from lit_fused.app.fine_tuning import default_epochs
 from lit_fused.app.ranks import check_port, end_if_asked, end_if_deaf, end_with_run, is_first_rank
-from lit_fused.app.reporting.page import record_failure
+from lit_fused.app.reporting.runs import record_failure
 from lit_fused.app.run_length import open_values
 from lit_fused.errors import Stopped, UserError, needing
 
@@ -69,8 +67,7 @@ def run(cfg: DictConfig) -> float | None:
                 check_port()
             if threading.current_thread() is threading.main_thread():
                 end_if_deaf()
-        check_config(cfg, MODES, partial(prepare_first, cfg) if is_first_rank() else lambda: None)
-        refuse_code_of_folders(cfg)
+        check_config(cfg, MODES)
         chosen: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
         cfg.trainer.update(open_values(chosen, default_epochs(cfg)))
         with needing(f"mode={cfg.mode}", "train"):

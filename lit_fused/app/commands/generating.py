@@ -27,11 +27,9 @@ from lit_fused.training import FusedLMModule
 
 def generate(cfg: DictConfig) -> None:
     options: GenerateOptions = instantiate(cfg.generate)
-    trainer = one_device_trainer(
-        cfg,
-        "Any strategy's checkpoint will do. For a model that is too large for one device, export it (python -m "
-        "lit_fused.export) and serve the folder with an inference engine",
-    )
+    if cfg.prompt is None:
+        raise UserError("mode=generate needs a text to continue; give one with 'prompt=\"...\"'")
+    trainer = one_device_trainer(cfg)
     L.seed_everything(cfg.seed, verbose=False)
     module, tokenizer = _trained(cfg)
     answer = _continue(cfg.prompt, options, module, tokenizer, trainer)

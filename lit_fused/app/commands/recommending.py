@@ -41,7 +41,7 @@ def recommend(cfg: DictConfig) -> None:
     options: RecommendOptions = instantiate(cfg.recommend)
     if cfg.ckpt_path is None:
         raise UserError("mode=recommend needs trained weights: give ckpt_path=RUN/checkpoints/last.ckpt")
-    trainer = one_device_trainer(cfg, "Any strategy's checkpoint will do")
+    trainer = one_device_trainer(cfg)
     checkpoint, here = Path(cfg.ckpt_path).absolute(), Path.cwd()
     run = run_of(checkpoint)
     with configuration_of(run, cfg.trust) as of_run:

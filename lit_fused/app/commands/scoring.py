@@ -39,7 +39,7 @@ class ScoreOptions:
 def score(cfg: DictConfig) -> None:
     """Write the file, and print what is in it."""
     options: ScoreOptions = instantiate(cfg.score)
-    trainer = one_device_trainer(cfg, "Score parts of the data on one device each, if one is not enough")
+    trainer = one_device_trainer(cfg)
     data = instantiate(cfg.data, scores=None) if "scores" in cfg.data else instantiate(cfg.data)
     if not isinstance(data, TokenDataModule):
         raise UserError(f"mode=score scores data that become tokens on the disk, and {type(data).__name__} are not")

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,9 @@ from lightning.pytorch.utilities import rank_zero_info
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from lit_fused.app.config import check_precision
 from lit_fused.app.continued import different_data
 from lit_fused.app.loggers import RunCSVLogger, recording
-from lit_fused.app.reporting.run import begin, forget_end, log_plots, report
-from lit_fused.app.reporting.sweep import Run, read_run, read_series
+from lit_fused.app.reporting.finish import report
 from lit_fused.app.run_config import read_config
 from lit_fused.app.run_folder import adopt_configuration
 from lit_fused.callbacks import ResumeHint, RunCheckpoint
@@ -33,8 +30,6 @@ def fit(cfg: DictConfig) -> float | None:
     """Fit, validate or test, as ``cfg.mode`` says, and return the metric of a search."""
     L.seed_everything(cfg.seed, workers=True)
     trainer: L.Trainer = instantiate(cfg.trainer)
-    begin(trainer, cfg.output_dir, HydraConfig.get().runtime.cwd, cfg.tags)
-    check_precision(cfg.precision, trainer)
     loss = instantiate(cfg.loss)
     data = instantiate(cfg.data)
     module = build_module(cfg, loss)
@@ -59,8 +54,7 @@ def fit(cfg: DictConfig) -> float | None:
             trainer.callback_metrics.update(measured)
         try:
             overrides = HydraConfig.get().overrides.task
-            metrics = report(trainer, module, cfg.output_dir, overrides, run.earlier, cfg.tags)
-            log_plots(trainer, cfg.output_dir)
+            metrics = report(trainer, module, cfg.output_dir, overrides, cfg.tags)
         except Exception as error:  # whatever it is, the run is trained: resuming makes up for what is missing
             for hint in hints:
                 hint.on_exception(trainer, module, error)
@@ -107,7 +101,6 @@ class GoingOn:
     killed after its last checkpoint, and Lightning trains nothing then, and calls no hook that exports."""
 
     def __init__(self, trainer: L.Trainer, folder: Path) -> None:
-        self.earlier: Run | None = None  # a run that was trained already, as its files had it before it was finished
         self.first_step = float("inf")  # the step that training begins at, once it is known
         self._trainer, self._folder, self._train = trainer, folder, trainer.fit_loop.run
         trainer.fit_loop.run = self._run  # type: ignore[method-assign]
@@ -135,7 +128,8 @@ class GoingOn:
         if self._trainer.is_global_zero:
             adopt_configuration(self._folder)
             if not is_over:
-                forget_end(self._folder)
+                for name in ("summary.json", "report.html"):
+                    (self._folder / name).unlink(missing_ok=True)
 
     def _run(self) -> None:
         trainer, loop = self._trainer, self._trainer.fit_loop
@@ -150,9 +144,6 @@ class GoingOn:
             rank_zero_info(length_in_words(trainer))
             self._train()
             return
-        run = read_run(self._folder)
-        last = {name: points[-1][1] for name, points in read_series(run).items()}
-        self.earlier = replace(run, metrics=last | run.metrics)
         rank_zero_info(f"Nothing is left to train: the checkpoint is at step {step}, and training ends at step {end}.")
         rank_zero_info("What is left to do is to validate and to export.")
         loop.reset()

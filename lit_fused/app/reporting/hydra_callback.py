@@ -1,29 +1,17 @@
-"""Two Hydra callbacks: the sweep's report, and a check of the output folder before anything runs.
+"""A Hydra callback that checks the output folder before anything runs."""
 
-After a job that raised, and after Ctrl-C, Hydra does not call ``on_multirun_end``. So the report is written while jobs
-run, and shown at the latest when the process ends.
-"""
-
-import atexit
-import time
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import hydra.core.utils
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn
-from hydra.errors import CompactHydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from lit_fused.app.faults import fault_of, one_sentence
-from lit_fused.app.mistyped import wants_trace
+from lit_fused.app.faults import one_sentence
 from lit_fused.app.ranks import is_first_rank
-from lit_fused.app.reporting.page import write_report
-from lit_fused.app.reporting.sweep import list_run, numbered_folders, run_folders
 from lit_fused.app.run_folder import (
     RESUMED,
     check_nothing_is_replaced,
@@ -40,59 +28,6 @@ _ALONE = (
     "A run of a sweep goes on alone, without -m and with hydra.run.dir=ITS_FOLDER; for another sweep choose "
     "hydra.sweep.dir=FOLDER"
 )
-_PAUSE = 20  # times as long as a report takes
-
-
-class SweepReport(Callback):
-    """Writes the report's files into the sweep's folder, the more rarely the longer it takes; at the end, prints it. A
-    run that goes on in its folder of a sweep renews that sweep's."""
-
-    _next = 0.0  # the earliest time of the next report; of the class, because each parallel job has a copy of this
-
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        atexit.register(_at_exit, self._finish, _folder(config, "sweep"))
-
-    @one_sentence()
-    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        if not is_first_rank():
-            return
-        if config.hydra.mode == RunMode.MULTIRUN:
-            list_run(_folder(config, "sweep"), Path(config.hydra.runtime.cwd, config.hydra.runtime.output_dir))
-            return
-        folder = _output_folder(config)
-        for parent in folder.parents:
-            if (parent / "multirun.yaml").is_file() and folder in run_folders(parent):
-                atexit.register(_at_exit, _written, parent)
-
-    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        start = time.monotonic()
-        if config.hydra.mode == RunMode.MULTIRUN and start >= SweepReport._next:
-            _written(_folder(config, "sweep"), draw=False)
-            end = time.monotonic()
-            SweepReport._next = end + _PAUSE * (end - start)
-
-    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        atexit.unregister(_at_exit)
-        self._finish(_folder(config, "sweep"))
-
-    def _finish(self, sweep_folder: Path) -> None:
-        for folder in run_folders(sweep_folder):  # Ctrl-C ends a job without a call of on_job_end
-            give_back(folder)
-        if run_folders(sweep_folder):  # empty if the sweep ended before its first job
-            print(f"\n{_written(sweep_folder)}", flush=True)
-
-
-def _at_exit(finish: Callable[[Path], object], sweep_folder: Path) -> None:
-    with suppress(KeyboardInterrupt):  # Another Ctrl-C: files that are not written stay as they were.
-        finish(sweep_folder)
-
-
-def _written(sweep_folder: Path, *, draw: bool = True) -> str:
-    """Write the report, and return its table; or what has failed around it, which ends no sweep."""
-    try:
-        return write_report(sweep_folder, draw=draw)
-    except OSError as error:
-        return f"there is no new report of {sweep_folder}: {fault_of(error) or error}"
 
 
 class OutputFolderCheck(Callback):
@@ -126,7 +61,9 @@ class OutputFolderCheck(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         folder = _folder(config, "sweep")
         take(folder, _OTHER_SWEEP)
-        unfinished_first = sorted(numbered_folders(folder), key=lambda run: (run / "summary.json").is_file())
+        unfinished_first = sorted(
+            filter(lambda run: run.name.isdecimal(), folder.glob("*")), key=lambda run: (run / "summary.json").is_file()
+        )
         check_nothing_is_replaced(unfinished_first, None, _ALONE)
 
     @one_sentence()
@@ -137,9 +74,6 @@ class OutputFolderCheck(Callback):
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         give_back(_output_folder(config))
-        error = job_return._return_value
-        if config.hydra.mode == RunMode.RUN and isinstance(error, CompactHydraException) and not wants_trace():
-            raise SystemExit(str(error))  # without Hydra's line about overrides
 
 
 @one_sentence()

@@ -1,0 +1,219 @@
+"""Read records (documents, conversations, preferences, ...) from files, folders and the Hugging Face Hub.
+
+Everything goes through the datasets library, which keeps what it has read as a memory-mapped Arrow table in its cache.
+A text file is read here, not by the library, which changes line ends and holds a whole file in memory: a file is one
+document, and a large one is several of about 4 MiB that end with a line. No code of a data set runs: the library has
+no loading scripts, and no reader of pickles is named below.
+"""
+
+import codecs
+import glob
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from datasets import Dataset, concatenate_datasets, load_dataset, load_from_disk
+from datasets.exceptions import DatasetGenerationError
+
+from lit_fused.errors import UserError
+
+DOCUMENT_BYTES = 2**22  # a larger text file is several documents
+TEXT_SUFFIXES = (".txt", ".md", ".py")
+_JSON = ("json", {"parse_agent_traces": False})  # The library would take some chats for logs of coding agents.
+_READERS = {
+    ".jsonl": _JSON,
+    ".json": _JSON,
+    ".csv": ("csv", {"keep_default_na": False}),  # "None" and "NA" are text
+    ".tsv": ("csv", {"keep_default_na": False, "sep": "\t"}),
+    ".parquet": ("parquet", {}),
+    ".arrow": ("arrow", {}),
+}
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_STDLIB = Path(sysconfig.get_paths()["stdlib"])
+# Its folders of installed packages, tests, generated tables and applications.
+_STDLIB_SKIPPED = frozenset(
+    {"site-packages", "dist-packages", "ensurepip", "__pycache__", "test", "tests"}
+    | {"encodings", "pydoc_data", "lib2to3", "idlelib", "turtledemo"}
+)
+
+
+def load_records(
+    path: str | Path | None,
+    *,
+    columns: Sequence[str] | None = None,
+    name: str | None = None,
+    split: str = "train",
+    revision: str | None = None,
+    streaming: bool = False,
+    max_records: int | None = None,
+    max_bytes: int | None = None,
+    encoding: str = "utf-8",
+    cache_dir: str | Path | None = None,
+) -> Dataset:
+    """Return the records of a file, a folder or a data set on the Hub, in their order.
+
+    Args:
+        path: A file or a folder of them, read recursively in the order of their paths: ``.jsonl`` and ``.json`` (lines
+            or one list), ``.csv``, ``.tsv``, ``.parquet``, ``.arrow``, and text (``.txt``, ``.md``, ``.py``; any other
+            single file), whose column is "text"; each also ``.gz``, ``.bz2``, ``.xz``, or ``.zst`` with zstandard
+            installed. Or a folder of ``save_to_disk``; or a name on the Hub. None: the sources of Python's standard
+            library.
+        columns: Keep those of these that there are. None: all.
+        name: The configuration of a data set on the Hub.
+        split: On the Hub and of a folder of ``save_to_disk``, perhaps a part, "train[:10%]". Of other folders, the
+            files ``train.*``, ``train-00000-of-00002.*`` and those in ``train/``, or where there are none, all.
+        revision: A branch, tag or commit on the Hub.
+        streaming: Read from the Hub no more than ``max_records`` need. What was read is found again by its name.
+        max_records: The first so many.
+        max_bytes: Of plain text files, the first so many.
+        encoding: The character encoding of text, JSON and CSV, as Python names it.
+        cache_dir: Where the library stores what it has read. None: its own place.
+
+    UserError if there is no such file, one that cannot be read, or none of the ``columns``.
+    """
+    encoding = codecs.lookup(encoding).name
+    local = None if path is None else Path(path).expanduser().absolute()
+    place: dict[str, Any] = {} if cache_dir is None else {"cache_dir": str(Path(cache_dir).expanduser())}
+    base = re.split(r"[\[+]", split)[0]
+    with _explained(path):
+        if path is None or local is None:
+            parts = [_texts(_files(_STDLIB, (".py",), _STDLIB_SKIPPED), max_bytes, encoding, place, skip_bad=True)]
+        elif local.is_dir() and any((local / file).is_file() for file in ("state.json", "dataset_dict.json")):
+            parts = [_saved(local, base)]
+        elif local.exists():
+            suffixes = (*TEXT_SUFFIXES, *_READERS)
+            files = [local]
+            if local.is_dir():
+                files = _files(local, tuple(suffix + packed for suffix in suffixes for packed in ("", *_COMPRESSED)))
+                if not files:
+                    raise UserError(f"the folder {path} has no file that ends in {', '.join(suffixes)}")
+                files = _of_split(files, local, base)
+            parts = []
+            for suffix, group in groupby(files, key=_suffix):
+                if suffix not in _READERS:
+                    parts.append(_texts([*group], max_bytes, encoding, place))
+                    continue
+                kind, options = _READERS[suffix]
+                options = options | ({"encoding": encoding} if kind in ("json", "csv") else {})
+                data_files = {base: [glob.escape(str(file)) for file in group]}
+                parts.append(load_dataset(kind, data_files=data_files, split=split, **place, **options))
+        elif str(path).startswith((".", "/", "~")) or local.suffix in (*TEXT_SUFFIXES, *_READERS, *_COMPRESSED):
+            raise UserError(f"there is no file or folder {local}; give the path of one, or the name of a data set")
+        elif streaming:
+            stream = {"path": str(path), "name": name, "split": split, "revision": revision, "most": max_records}
+            parts = [_dataset(Dataset.from_generator(_streamed, gen_kwargs=stream, **place))]
+        else:
+            parts = [load_dataset(str(path), name, split=split, revision=revision, **place)]
+    if columns is not None:
+        there = sorted({column for part in parts for column in part.column_names})
+        parts = [part.select_columns([c for c in columns if c in part.column_names]) for part in parts]
+        parts = [part for part in parts if part.column_names]
+        if not parts:
+            raise UserError(f"{path} has the columns {', '.join(there)}, and none of {', '.join(columns)}")
+    # Readers give strings of different widths.
+    same = [part.features.type == parts[0].features.type or {*part.features} != {*parts[0].features} for part in parts]
+    parts = [part if is_same else part.cast(parts[0].features) for part, is_same in zip(parts, same, strict=True)]
+    records = concatenate_datasets(parts)
+    return records if max_records is None else records.select(range(min(max_records, len(records))))
+
+
+@contextmanager
+def _explained(path: str | Path | None) -> Iterator[None]:
+    try:
+        yield
+    except DatasetGenerationError as error:  # It says only that there was one.
+        raise UserError(f"{path} cannot be read: {str(error.__cause__ or error).splitlines()[0]}") from error
+
+
+def _dataset(found: object) -> Dataset:
+    assert isinstance(found, Dataset)
+    return found
+
+
+def _saved(folder: Path, split: str) -> Dataset:
+    found = load_from_disk(str(folder))
+    return found if isinstance(found, Dataset) else found[split]
+
+
+def _files(root: Path, suffixes: tuple[str, ...], skipped: frozenset[str] = frozenset()) -> list[Path]:
+    """Return the files below ``root`` that end in one of ``suffixes``, sorted, without hidden files and folders."""
+    files: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in skipped and not name.startswith(".")]
+        files += [Path(folder, name) for name in names if name.endswith(suffixes) and not name.startswith(".")]
+    return sorted(files)
+
+
+def _of_split(files: list[Path], root: Path, split: str) -> list[Path]:
+    """Return the files whose own name or folder names the split; all of them where no file names it."""
+    named = re.compile(rf"{re.escape(split)}(-\d+-of-\d+)?(\..*)?")
+    chosen = [file for file in files if any(map(named.fullmatch, file.relative_to(root).parts))]
+    if not chosen and split != "train":
+        raise UserError(f"{root} has no file {split}.*, {split}-00000-of-00001.* or {split}/*")
+    return chosen or files
+
+
+def _suffix(file: Path) -> str:
+    """Return the suffix below that of the compression: ".jsonl" of "a.jsonl.gz". All kinds of text are ".txt"."""
+    suffix = Path(file.stem).suffix if file.suffix in _COMPRESSED else file.suffix
+    return suffix if suffix in _READERS else ".txt"
+
+
+def _texts(
+    files: list[Path], max_bytes: int | None, encoding: str, place: dict[str, Any], *, skip_bad: bool = False
+) -> Dataset:
+    named, left = [], sys.maxsize if max_bytes is None else max_bytes
+    for file in files:
+        size, changed = file.stat().st_size, file.stat().st_mtime_ns  # The library's cache is found by these.
+        if left > 0:
+            named.append((str(file), size, changed, left if size > left else None))
+        left -= size
+    options = {"files": named, "encoding": encoding, "skip_bad": skip_bad}
+    return _dataset(Dataset.from_generator(_documents, gen_kwargs=options, **place))
+
+
+def _documents(
+    files: list[tuple[str, int, int, int | None]], encoding: str, skip_bad: bool
+) -> Iterator[dict[str, str]]:
+    """Yield the documents of text files; of one that is cut, an incomplete last character is dropped."""
+    for name, _, _, most in files:
+        decoder = codecs.getincrementaldecoder(encoding)()
+        with fsspec.open(name, "rb", compression="infer") as stream:
+            for content, is_last in _pieces(stream, most):
+                try:
+                    yield {"text": decoder.decode(content, final=is_last and most is None)}
+                except UnicodeDecodeError as error:
+                    if not skip_bad:
+                        raise UserError(f"{name} is not {encoding} ({error}); set data.encoding to its own") from error
+
+
+def _pieces(stream: Any, most: int | None) -> Iterator[tuple[bytes, bool]]:
+    """Yield the bytes of a file in pieces, each with whether it is the last: the first line's end at or after each
+    multiple of ``DOCUMENT_BYTES`` ends a piece, or where there is none for so many bytes, the next multiple."""
+    position, content = 0, b""
+    while True:
+        wanted = DOCUMENT_BYTES - position % DOCUMENT_BYTES
+        following = stream.read(wanted)
+        if len(following) == wanted and not following.endswith(b"\n"):
+            following += stream.readline(DOCUMENT_BYTES)
+        following = following[: None if most is None else most - position]
+        if not following:
+            break
+        if content:
+            yield content, False
+        content, position = following, position + len(following)
+    yield content, True
+
+
+def _streamed(
+    path: str, name: str | None, split: str, revision: str | None, most: int | None
+) -> Iterator[dict[str, object]]:
+    stream: Any = load_dataset(path, name, split=split, revision=revision, streaming=True)
+    yield from stream if most is None else stream.take(most)
