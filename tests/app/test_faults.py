@@ -19,11 +19,11 @@ import torch
 from commands import SYNTHETIC, TINY_MODEL, train
 from composed import CONF
 from hydra import compose, initialize_config_dir
+from lit_fused.app.continued import continue_run
 from omegaconf import DictConfig
 from safetensors import SafetensorError
 
 from lit_fused.app import OutputFolderCheck
-from lit_fused.app.continued import continue_run
 from lit_fused.app.faults import fault_of
 from lit_fused.parallel.checkpoint import CheckpointFiles
 

@@ -11,11 +11,11 @@ from commands import SYNTHETIC, TINY_MODEL, train
 from composed import CONF, composed
 from hydra.utils import instantiate
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
+from lit_fused.app.trusted import check_trusted
 from omegaconf import OmegaConf
 
 from lit_fused.app.commands import MODES
 from lit_fused.app.config import check_config, leave_mps
-from lit_fused.app.trusted import check_trusted
 from lit_fused.errors import UserError
 
 GROUPS = ("optimizer", "scheduler", "debug", "trainer")

@@ -14,12 +14,12 @@ from composed import composed
 from data_modules import chat_data, pairs_data, ready, text_data, tokens_data
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
+from lit_fused.app.continued import _at_home
+from lit_fused.app.trusted import check_trusted
 
 from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.app.commands import MODES
 from lit_fused.app.config import check_config
-from lit_fused.app.continued import _at_home
-from lit_fused.app.trusted import check_trusted
 from lit_fused.data.loader import BatchOrder
 from lit_fused.data.mixture import shares
 
