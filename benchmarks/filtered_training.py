@@ -54,7 +54,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lit_fused import FusedCausalLMModule, LinearCrossEntropyLoss, filtered
-from lit_fused.app.reporting.sweep import PALETTE
+from lit_fused.app.reporting.page import PALETTE
 from lit_fused.data import FileSource, TextEncoding, TokenDataModule
 from lit_fused.data.store import TokenStore
 from lit_fused.heads import evaluation_mode

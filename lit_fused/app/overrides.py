@@ -24,10 +24,10 @@ _PATHS = {"path", "val_path", "tokenizer", "cache_dir", "chat_template", "scores
 _PLAIN = re.compile(r"(\+\+?|~)?[A-Za-z]")  # Anything else could be a flag of the command line.
 _UNSAFE = re.compile(
     r"^\W*hydra|_(target|partial|args|recursive|convert)_|\$\{"  # what is built
-    r"|trust_remote|code_revision|auto_map|(attn|experts)_impl|kernel|megatron|weights_only|impl=.*\."  # code
+    r"|trust_remote|code_revision|auto_map|(attn|experts)_impl|kernel|megatron|weights_only|\bimpl\W*[=:].*\."  # code
     r"|prox(y|ies)|tracking_uri|registry|space_id|_url|\bhost"  # where data are sent
-    r"|\b(dirpath|save_dir|folder|\w*root_dir|log_dir|sub_dir|dir|offload_folder)=|^\+*(recommend\.output|score\.path)="
-    r"|\b(file)?name=.*(/|\.\.)|\b(version|adapter_name)=.*(/|\.\.)",  # where is written
+    r"|\b(dirpath|(save|log|sub)_dir|dir|\w*root_dir|(\w+_)?folder)\W*[=:]|^\W*(recommend|score)\b.*(output|path)"
+    r"|\b((file|adapter_)?name|version)\W*[=:].*(/|\.\.)",  # where is written
     re.DOTALL,
 )
 _WORDS = re.compile(r"""('[^']*'|"[^"]*"|[^\s{}\[\],:='"]+)(?=\s*([,}\]]|$))""")  # of an override's value

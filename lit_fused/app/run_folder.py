@@ -16,13 +16,17 @@ from lit_fused.atomic import newest_in, removed_on_failure
 from lit_fused.errors import UserError, resuming
 
 RUN_FILE = "run.json"
-_OF_THE_BEGINNING = {RUN_FILE, "environment.json", "train.log"}
+_OF_THE_BEGINNING = {RUN_FILE, "error.txt", "train.log"}
 
 
 def claim(folder: Path, content: Mapping[str, Any], ckpt_path: str | None) -> None:
     """Write ``run.json`` into a run's folder, and set aside the metrics of a run that goes on in it.
 
-    Raises UserError if the folder has another run than that of ``ckpt_path``.
+    Args:
+        content: "overrides", "cwd", "flags" (of a configuration of the user's own) and "config".
+        ckpt_path: of a fit, which goes on in its folder if the checkpoint lies in it.
+
+    Raises UserError if the folder has another run.
     """
     goes_on = ckpt_path is not None and Path(ckpt_path).resolve().is_relative_to(folder.resolve())
     if (folder / RUN_FILE).exists() and not goes_on:
@@ -30,15 +34,16 @@ def claim(folder: Path, content: Mapping[str, Any], ckpt_path: str | None) -> No
         resume = f"resume it with {resuming(newest)}, or " if newest else ""
         raise UserError(f"{folder} has a run already; {resume}choose another folder with hydra.run.dir=FOLDER")
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "error.txt").unlink(missing_ok=True)
     if goes_on and (folder / "metrics.csv").is_file():  # Lightning's logger would delete it.
         os.replace(folder / "metrics.csv", folder / f"metrics.{len(_parts(folder))}.csv")
     write_whole(folder / RUN_FILE, (json.dumps(content, indent=1, default=str) + "\n").encode())
 
 
-def leave_nothing(folder: Path) -> None:
+def leave_nothing(folder: Path, *, claimed: bool) -> None:
     """Remove the folder of a run that was refused, or of a mode that writes nothing."""
     with suppress(OSError):
-        if {path.name for path in folder.iterdir()} <= _OF_THE_BEGINNING:
+        if {path.name for path in folder.iterdir()} <= (_OF_THE_BEGINNING if claimed else set()):
             shutil.rmtree(folder)
             folder.parent.rmdir()  # of the day, if this was its only run
 

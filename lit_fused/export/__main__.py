@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lit_fused.app.faults import fault_of
 from lit_fused.errors import UserError
 
 
@@ -68,10 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             export(options.checkpoint, options.output, tokenizer=not options.no_tokenizer, **more)
     except UserError as error:
         sys.exit(str(error))
-    except Exception as error:  # Each library has its own for a full disk; any other is raised again.
-        if not (fault := fault_of(error)):
-            raise
-        sys.exit(fault)
     print(f"wrote {options.output}")
 
 

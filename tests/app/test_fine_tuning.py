@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from pretrained_folders import pretrained
 
 from lit_fused.app.fine_tuning import default_epochs
-from lit_fused.app.reporting.sweep import read_run
+from lit_fused.app.reporting.runs import read_run
 from lit_fused.app.run_length import open_values
 
 PRETRAINED = ["model=pretrained", "model.path=some/model"]
@@ -237,6 +237,6 @@ def test_a_sweep_over_models_gives_each_its_rate(tmp_path):
     done = train(tmp_path, "-m", "model=llama,lora", *words, "hydra.sweep.dir=swept")
     assert done.status == 0, done.output
     found = [read_run(tmp_path / "swept" / number) for number in "01"]
-    assert [run.config["optimizer.lr"] for run in found] == pytest.approx([1e-3, 2e-4])  # as the report shows it
+    assert [run.configuration["optimizer.lr"] for run in found] == pytest.approx([1e-3, 2e-4])  # as the report shows it
     used = [value for run in found for name, value in run.metrics.items() if name in ("lr-AdamW", "lr-AdamW/pg1")]
     assert used[1] == pytest.approx(used[0] / 5)

@@ -154,6 +154,11 @@ ATTACKS = [
     "trainer.default_root_dir=/else",
     "score.path=/somewhere/scores.parquet",
     "recommend.output=/somewhere/else",
+    "score={path: /somewhere}",
+    "loss={impl: os.system}",
+    "callbacks.export={folder: /somewhere/else}",
+    "callbacks.checkpoint={filename: ../../else}",
+    "hydra/launcher@model=basic",
 ]
 
 

@@ -1,6 +1,5 @@
 """Sweeps beyond one run after another: side by side with joblib, and searches by Optuna; what a run returns to them."""
 
-import csv
 import multiprocessing
 import os
 import time
@@ -18,14 +17,9 @@ from omegaconf import OmegaConf
 from lit_fused import UserError
 from lit_fused.app import launching
 from lit_fused.app.commands.training import _metric
-from lit_fused.app.reporting.sweep import read_runs
+from lit_fused.app.reporting.runs import read_runs
 
 JOB = [*SYNTHETIC, *TINY_MODEL, "trainer.max_steps=3", "callbacks=measure", "trainer.enable_checkpointing=false"]
-
-
-def rows(sweep: Path) -> list[dict[str, str]]:
-    with (sweep / "report.csv").open() as file:
-        return list(csv.DictReader(file))
 
 
 @pytest.mark.slow
@@ -40,9 +34,9 @@ def test_joblib_runs_jobs_side_by_side_and_ends_with_one_report(tmp_path):
     meeting = {"_target_": "meeting.Meeting", "folder": tmp_path / "meeting", "processes": 2}
     finished = train(tmp_path, *sweep, *JOB, *(f"+callbacks.meeting.{key}={value}" for key, value in meeting.items()))
     assert finished.status == 0, finished.output
-    found = rows(tmp_path / "sweep")
-    assert [(row["loss"], row["status"]) for row in found] == [("standard", "completed"), ("chunked", "completed")]
-    assert float(found[0]["val/loss"]) == pytest.approx(float(found[1]["val/loss"]), rel=1e-5)
+    found = read_runs(tmp_path / "sweep")
+    assert [run.overrides["loss"] for run in found if run.status == "completed"] == ["standard", "chunked"]
+    assert found[0].metrics["val/loss"] == pytest.approx(found[1].metrics["val/loss"], rel=1e-5)
 
 
 @pytest.mark.slow
@@ -56,7 +50,7 @@ def test_optuna_searches_and_goes_on_after_a_trial_that_fails(tmp_path):
     assert len(runs) == 3
     failed = [run for run in runs if run.status == "failed"]
     assert failed
-    assert all(run.overrides["loss"] == "liger" and "CUDA" in (run.error or "") for run in failed)
+    assert all(run.overrides["loss"] == "liger" and "CUDA" in run.error for run in failed)
     best = yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text())
     losses = [run.metrics["val/loss"] for run in runs if run.status == "completed"]
     assert best["best_value"] == pytest.approx(min(losses))

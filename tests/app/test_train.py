@@ -253,7 +253,6 @@ def test_a_sweep_over_every_loss_trains_each_and_ends_with_one_table_and_one_pic
     table = (tmp_path / "sweep" / "report.md").read_text()
     for loss in losses:
         assert re.search(rf"\| *{loss}( \(ran as \w+\))? *\|", table), table
-    assert (tmp_path / "sweep" / "report.csv").read_text().count("\n") == len(losses) + 1
     assert (tmp_path / "sweep" / "report.png").read_bytes().startswith(b"\x89PNG")
     assert all(line in finished.output for line in table.splitlines() if line.startswith("|"))
     warned = re.findall(r"loss=cce needs a CUDA GPU of compute capability 8.0.*?instead", finished.plain)

@@ -1,10 +1,14 @@
 """``mode=plan``: predict what the run would take of each GPU's memory, without building it and without a GPU."""
 
+import json
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -14,7 +18,7 @@ from torch import nn
 import lit_fused
 from lit_fused.app.commands.training import build_module
 from lit_fused.app.config import targets
-from lit_fused.app.reporting.run import leave
+from lit_fused.app.reporting.finish import write_summary
 from lit_fused.errors import UserError
 from lit_fused.heads import peft_model
 from lit_fused.models.load import places_of
@@ -33,7 +37,12 @@ def plan(cfg: DictConfig) -> None:
     memory = options.device_gib
     if memory is not None:
         result |= _fitting(cfg, options, result, memory)
-    path = leave(cfg, result, {"memory/peak_allocated_gib": result["peak_gib"]})
+    path, hydra = Path(cfg.output_dir, "plan.json"), HydraConfig.get()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    if hydra.mode == RunMode.MULTIRUN:  # The report shows the plans; another folder may have a run that trained.
+        measured = {"memory/peak_allocated_gib": result["peak_gib"]}
+        write_summary(cfg.output_dir, hydra.overrides.task, measured, status="planned")
     console = Console()
     console.print(_table(result))
     for note in result["notes"]:

@@ -14,12 +14,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from lit_fused.app.command_line import command_line
 from lit_fused.app.loggers import recording
 from lit_fused.app.overrides import overrides_of, run_of
 from lit_fused.app.ranks import is_first_rank
-from lit_fused.app.reporting.run import begin, report
-from lit_fused.app.run_folder import claim, read_run_file
+from lit_fused.app.reporting.finish import report
+from lit_fused.app.run_folder import read_run_file
 from lit_fused.callbacks import ResumeHint
 from lit_fused.callbacks.training_progress import total_steps
 from lit_fused.errors import UserError
@@ -28,17 +27,12 @@ from lit_fused.training import FusedLMModule
 
 def fit(cfg: DictConfig) -> float | None:
     """Fit, validate or test, as ``cfg.mode`` says, and return the metric of a search."""
-    hydra, folder, fits = HydraConfig.get(), Path(cfg.output_dir), cfg.mode == "fit"
+    folder, fits = Path(cfg.output_dir), cfg.mode == "fit"
     config: Any = OmegaConf.to_container(cfg, resolve=True)
-    if is_first_rank():
-        flags = [word for i, word in enumerate(command_line()) if word.startswith("--") or i]
-        content = {"overrides": [*hydra.overrides.task], "cwd": hydra.runtime.cwd, "flags": flags, "config": config}
-        claim(folder, content, cfg.ckpt_path if fits else None)
-        if cfg.ckpt_path is not None and (different := _different_data(config["data"], cfg.ckpt_path)):
-            print(f"mode={cfg.mode}: {different}")
+    if is_first_rank() and cfg.ckpt_path is not None and (different := _different_data(config["data"], cfg.ckpt_path)):
+        print(f"mode={cfg.mode}: {different}")
     L.seed_everything(cfg.seed, workers=True)
     trainer: L.Trainer = instantiate(cfg.trainer)
-    begin(trainer, cfg.output_dir, hydra.runtime.cwd, cfg.tags)
     loss = instantiate(cfg.loss)
     data = instantiate(cfg.data)
     module = build_module(cfg, loss)
@@ -64,7 +58,7 @@ def fit(cfg: DictConfig) -> float | None:
             trainer.test(module, data, ckpt_path=trainer.strategy.broadcast(best), verbose=False)
             trainer.callback_metrics.update(measured)
         try:
-            metrics = report(trainer, module, cfg.output_dir, hydra.overrides.task, tags=cfg.tags)
+            metrics = report(trainer, module, cfg.output_dir, HydraConfig.get().overrides.task, cfg.tags)
         except Exception as error:  # whatever it is, the run is trained: resuming makes up for what is missing
             for hint in hints:
                 hint.on_exception(trainer, module, error)
@@ -89,10 +83,14 @@ _INCIDENTAL = {"weights", "batch_size", "num_workers", "prepare_workers", "cache
 def _different_data(data: dict[str, Any], checkpoint: str) -> str | None:
     """Return a sentence on how data differ from those of a checkpoint's run; None if they do not."""
     run = run_of(checkpoint)
-    theirs = (read_run_file(run).get("config") or {}).get("data") if run else None
+    saved = read_run_file(run) if run else {}
+    theirs, start = (saved.get("config") or {}).get("data"), f"{saved.get('cwd')}/"
     if not isinstance(theirs, dict):
         return None
-    keys = [key for key in {**theirs, **data} if key not in _INCIDENTAL and theirs.get(key) != data.get(key)]
+    here, there = (
+        {key: str(node.get(key)).replace(start, "") for key in {**theirs, **data}} for node in (data, theirs)
+    )
+    keys = [key for key in here if key not in _INCIDENTAL and here[key] != there[key]]
     trained_anew = data.get("tokenizer") is None and theirs.get("tokenizer") is None and "tokenizer" in data
     own = f"; a tokenizer is trained anew on them: data.tokenizer={run}/exported is the run's" * trained_anew
     return f"these are not the data of {run}, by data.{', data.'.join(keys[:4])}{own}" if keys else None

@@ -1,170 +1,214 @@
-"""Write the files of a report, each in one step, because parallel jobs write the same files while others read them.
+"""Write the report of a sweep or of one run: tables, one picture, and a page without scripts that loads nothing."""
 
-The page shows the runs of a sweep, or one run. Its tables and bars are plain HTML; its own script (``page.html``) draws
-the curves from the data in it. A policy in the page forbids it to load anything.
-"""
-
-import contextlib
+import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from lit_fused.app.reporting import sweep
-from lit_fused.app.reporting.plots import png, sweep_figure
-from lit_fused.app.reporting.sweep import Run, csv_table, failures, markdown_table, markdown_text, read_run, read_runs
+from lit_fused.app.reporting.runs import ABSENT, Run, by_configuration, differing, read_run, read_runs
 from lit_fused.app.run_folder import write_whole
-from lit_fused.errors import Stopped, UserError
 
-_ERROR_LENGTH = 1000  # characters
-# The most points of a curve; a longer curve keeps the two extremes of each part. Many curves share ALL_POINTS.
-POINTS, FEWEST_POINTS, ALL_POINTS = 1000, 100, 200_000
-LARGEST_CSV = 2**20  # bytes
-FIRST = ("train/loss", "val/loss", "train/gradient_norm", "throughput/tokens_per_sec", "throughput/mfu")
-FIRST += ("memory/peak_allocated_gib",)
+SPEED, PEAK = "throughput/tokens_per_sec", "memory/peak_allocated_gib"
+COLUMNS = {  # of the tables, where a run has measured them: heading and number format
+    "val/loss": ("val loss", ".4f"),
+    "val/perplexity": ("val perplexity", ",.2f"),
+    "val/reward_accuracy": ("val reward accuracy", ".3f"),
+    "val/ndcg_at_10": ("val NDCG@10", ".4f"),
+    SPEED: ("tokens/s", ",.0f"),
+    "throughput/mfu": ("MFU", ".1%"),
+    PEAK: ("peak memory (GiB)", ".3f"),
+}
+
+# Okabe and Ito's palette without its yellow (too pale on white); safe for colour-blind readers.
+PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F"]
+_GREY = "#808890"  # is read on white and on black
+_STYLE: Any = {"svg.fonttype": "none", "axes.spines.right": False, "axes.spines.top": False, "axes.axisbelow": True}
+_STYLE |= {"axes.grid": True, "grid.alpha": 0.25, "font.size": 9, "axes.titlesize": 10, "legend.frameon": False}
+_STYLE |= dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _GREY)
+_FIRST = ["train/loss", "val/loss", "train/gradient_norm", SPEED, "lr-AdamW", "val/accuracy", "throughput/mfu"]
+_NOT_DRAWN = {"throughput/tokens", "throughput/seconds", PEAK}  # Of memory there is a panel of its own.
+_MOST_CURVES, _MOST_RUNS = 7, 40
+_PHASES = [f"memory/{phase}_gib" for phase in ("forward", "backward", "optimizer")]
 
 
-def write_report(sweep_folder: Path, *, draw: bool = True) -> str:
-    """Write ``report.md``, ``report.csv``, ``report.html`` and ``report.png``; return the table and the files' paths. A
-    sentence takes the place of the picture without matplotlib; ``draw=False`` leaves it out, as it takes longest. A
-    sweep without a run in its folder has no report."""
-    runs = read_runs(sweep_folder)
+class Line(NamedTuple):
+    """How the runs of one configuration are drawn, whatever their seeds."""
+
+    runs: list[Run]
+    label: str
+    color: str
+    width: float
+
+
+def write_report(sweep: Path) -> str:
+    """Write ``report.md``, ``report.png`` and ``report.html``; return the tables, "" without a run."""
+    runs = read_runs(sweep)
     if not runs:
         return ""
-    table = markdown_table(runs) + failures(runs)
-    page = html_page(runs, f"Sweep {sweep_folder.name}")
-    files = {"report.md": b"", "report.csv": csv_table(runs).encode(), "report.html": page.encode()}
-    picture = "![Memory against speed, peak memory and training loss of each run](report.png)" if draw else ""
-    notes: list[str] = []
-    try:
-        if draw:
-            files["report.png"] = png(sweep_figure(runs))
-    except UserError as error:
-        picture = str(error)
-        notes = [picture]
-    files["report.md"] = f"# Sweep {markdown_text(sweep_folder.name)}\n\n{table}\n{picture}\n".encode()
-    for name, content in files.items():
-        write_whole(sweep_folder / name, content)
-    return "\n".join([table, *(str(sweep_folder / name) for name in files), *notes])
+    keys, title = differing(run.overrides for run in runs) or list(runs[0].overrides), _title("Sweep", sweep)
+    text = "\n".join(_markdown(rows) for rows in (_table_over_seeds(runs, keys), _table(runs, keys)) if rows)
+    text += "".join(f"\n- run {run.name}, {run.status}: {_plain(run.error)}" for run in runs if run.error)
+    write_whole(sweep / "report.html", _page(runs, keys, title).encode())
+    write_whole(sweep / "report.png", _picture(_drawn(runs), keys, "png"))
+    write_whole(sweep / "report.md", f"# {title}\n\n{text}\n\n![Memory, speed and curves](report.png)\n".encode())
+    return text
 
 
 def write_run_page(folder: Path) -> None:
-    write_whole(folder / "report.html", html_page([read_run(folder)], f"Run {folder.name}").encode())
+    write_whole(folder / "report.html", _page([read_run(folder)], [], _title("Run", folder)).encode())
 
 
-def record_failure(path: Path, error: BaseException) -> bool:
-    """Write why the run ended, in a sentence; return False if another rank has failed before and has written it."""
-    # Lightning turns Ctrl-C into SystemExit.
-    if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
-        sentence = "interrupted"
-    elif isinstance(error, Stopped):
-        sentence = error.sentence
-    elif isinstance(error, UserError):
-        sentence = str(error)
-    else:
-        text = " ".join(str(error).split())
-        sentence = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    if len(sentence) > _ERROR_LENGTH:
-        sentence = sentence[:_ERROR_LENGTH] + " ..."
-    try:
-        with path.open("x", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(sentence + "\n")
-    except FileExistsError:
-        return not path.is_file()
-    except OSError:  # the disk may be what has failed
-        with contextlib.suppress(OSError):
-            path.unlink()
-    return True
+def _table(runs: list[Run], keys: list[str]) -> list[list[str]]:
+    """Return rows of cells: headings, and each run."""
+    columns = _measured(runs)
+    rows = [[run.name, *run.values(keys), *_cells([run], columns), run.status] for run in runs]
+    return [["run", *keys, *(COLUMNS[name][0] for name in columns), "status"], *rows]
 
 
-def html_page(runs: list[Run], title: str) -> str:
-    """Return the whole page. There is at least one run, and runs may have failed."""
+def _table_over_seeds(runs: list[Run], keys: list[str]) -> list[list[str]]:
+    """Return headings, and for each configuration mean ± standard deviation of its completed runs; [] if none has two
+    seeds."""
+    groups, columns = by_configuration(runs), _measured(runs)
+    if "seed" not in keys or len(groups) == len(runs):
+        return []
+    keys = [key for key in keys if key != "seed"]
+    rows = [[*keys, *(COLUMNS[name][0] for name in columns), "completed"]]
+    for group in groups:
+        ended = [run for run in group if run.status == "completed"]
+        of = (ended or group)[0].values(keys)  # A run that failed does not know its stand-in.
+        rows.append([*of, *_cells(ended, columns), f"{len(ended)} of {len(group)}"])
+    return rows
+
+
+def _measured(runs: list[Run]) -> list[str]:
+    return [name for name in COLUMNS if any(name in run.metrics for run in runs)]
+
+
+def _cells(runs: list[Run], columns: list[str]) -> Iterator[str]:
+    for name in columns:
+        values, spec = [run.metrics[name] for run in runs if name in run.metrics], COLUMNS[name][1]
+        mean = sum(values) / len(values) if values else 0.0
+        squares = sum((value - mean) ** 2 for value in values)
+        spread = f" ± {math.sqrt(squares / (len(values) - 1)):{spec}}" if len(values) > 1 else ""
+        yield f"{mean:{spec}}{spread}" if values else ABSENT
+
+
+def _markdown(rows: list[list[str]]) -> str:
+    """Return a table whose columns are aligned as plain text too, numbers to the right."""
+    columns = []
+    for cells in zip(*rows, strict=True):
+        texts = [_plain(cell) for cell in cells]
+        right, width = all(cell[:1] in f"-0123456789n{ABSENT}" for cell in cells[1:]), max(map(len, texts))
+        head, *others = (text.rjust(width) if right else text.ljust(width) for text in texts)
+        columns.append([head, "-" * (width - 1) + (":" if right else "-"), *others])
+    return "".join(f"| {' | '.join(row)} |\n" for row in zip(*columns, strict=True))
+
+
+def _plain(text: str) -> str:
+    """Return Markdown that shows a text as it is, in one cell."""
+    return " ".join(text.split()).replace("|", r"\|").replace("<", "&lt;")
+
+
+def _title(kind: str, folder: Path) -> str:
+    """Return for example "Sweep of 2026-11-28 10-20-30", for Hydra's folder of that day and time."""
+    day = folder.absolute().parent.name
+    return f"{kind} of {day} {folder.name}" if day[:2] == "20" else f"{kind} {folder.name}"
+
+
+def _drawn(runs: list[Run]) -> list[Run]:
+    """Return the runs of a picture: all, or those with the lowest validation loss."""
+    losses = {run.name: run.metrics.get("val/loss", math.nan) for run in runs}
+    best = sorted(losses, key=lambda name: math.inf if math.isnan(losses[name]) else losses[name])[:_MOST_RUNS]
+    return [run for run in runs if run.name in best]
+
+
+def _page(runs: list[Run], keys: list[str], title: str) -> str:
     from jinja2 import Environment, PackageLoader  # here, because a run that is refused at once does not need it
 
-    many, keys = len(runs) > 1, sweep.distinguishing_overrides(runs)
-    shown, others = sweep.drawn(runs)
-    all_series = [sweep.read_series(run) for run in shown]
-    limit = max(FEWEST_POINTS, min(POINTS, ALL_POINTS // max(sum(map(len, all_series)), 1)))
-
-    def label(run: Run) -> str:
-        return " · ".join(run.values(keys)) if many and keys else run.folder.name
-
-    data = [
-        {
-            "name": run.name,
-            "label": label(run),
-            "color": look.color.replace("#000000", "var(--ink)"),
-            "width": round(look.width, 2),
-            "dash": look.dash,
-            "place": run.place,
-            "axes": _rounded(sweep.axes_of(series), limit),
-            "series": _rounded({name: series[name] for name in series if name not in sweep.AXES.values()}, limit),
-        }
-        for run, look, series in zip(shown, sweep.looks_of(shown), all_series, strict=True)
-    ]
-    failed = sum(run.status == "failed" for run in runs)
-    if many:
-        subtitle = f"{len(runs)} runs" + (f", {failed} failed" if failed else "")
-        subtitle += f", over {', '.join(keys)}" if keys else ""
-    else:
-        subtitle = " ".join(f"{key}={value}" for key, value in runs[0].overrides.items()) or "the default configuration"
-    head, rows = sweep.text_table(runs, keys if many else [])  # one run's overrides are in the subtitle
-    look = {one["name"]: one for one in data}
-    environment = Environment(loader=PackageLoader("lit_fused.app.reporting", "."), autoescape=True)
-    environment.filters["shown"] = lambda value: value if isinstance(value, str) else json.dumps(value)
-    return environment.get_template("page.html").render(
+    page = Environment(loader=PackageLoader("lit_fused.app.reporting", "."), autoescape=True).get_template("page.html")
+    drawn = _drawn(runs)
+    return page.render(
         title=title,
-        subtitle=subtitle,
-        runs=[(run, look.get(run.name, {"label": label(run)}), row) for run, row in zip(runs, rows, strict=True)],
-        drawn=list(zip(shown, data, strict=True)),
-        others=others,
-        failed=failed,
-        head=head,
-        texts=len(keys) if many else 0,
-        highest=max((peak for run in shown for peak in run.peaks.values()), default=None),
-        config=sweep.differing_keys(run.config for run in shown),
-        environment=sweep.differing_keys(run.environment for run in shown),
-        absent=sweep.ABSENT,
-        seeds=sweep.seed_table(runs) if many else None,
-        csv=csv_table(runs),
-        data=data,
-        names=sorted({name for series in all_series for name in series if name not in sweep.AXES.values()}, key=_rank),
-        axes=list(dict.fromkeys(axis for one in data for axis in one["axes"])),
-        places=many and any(run.place for run in shown),
-        validations=None if many else sweep.validations(all_series[0]),
-        measured=None if many else _csv_of(runs[0]),
+        runs=runs,
+        drawn=drawn,
+        keys=keys,
+        colors={run.name: line.color for line in _lines(drawn, keys) for run in line.runs},
+        seeds=_table_over_seeds(runs, keys),
+        table=_table(runs, keys),
+        picture=_picture(drawn, keys, "svg").decode().partition("<!DOCTYPE")[2].partition(">")[2],
+        parts={part: differing(getattr(run, part) for run in drawn) for part in ("configuration", "environment")},
+        shown=lambda value: value if isinstance(value, str) else json.dumps(value),
+        absent=ABSENT,
     )
 
 
-def _csv_of(run: Run) -> str:
-    """Return all that a run has logged; "" if it is more than a page should hold."""
-    path = run.folder / "metrics.csv"
-    return (
-        path.read_text(encoding="utf-8", errors="replace")
-        if path.is_file() and path.stat().st_size <= LARGEST_CSV
-        else ""
-    )
+def _lines(runs: list[Run], keys: list[str]) -> list[Line]:
+    """Return what is drawn. Lines get thinner, because exact losses draw the same curve."""
+    groups, keys = by_configuration(runs), [key for key in keys if key != "seed"]
+    thick = min(3.6, 1.8 * (len(groups) - 1)) / max(len(groups) - 1, 1)
+    return [
+        Line(
+            group,
+            " · ".join(max((run.values(keys) for run in group), key=str)) or "all runs",
+            PALETTE[index % len(PALETTE)],
+            1.2 + thick * (len(groups) - 1 - index),
+        )
+        for index, group in enumerate(groups)
+    ]
 
 
-def _rounded(series: Mapping[str, list[tuple[int, float]]], limit: int) -> dict[str, list[tuple[int, float]]]:
-    return {
-        name: [(step, float(f"{value:.7g}")) for step, value in thinned(points, limit)]
-        for name, points in series.items()
-    }
+def _picture(runs: list[Run], keys: list[str], form: str) -> bytes:
+    """Return an "svg", which a page of any ground shows, or a "png"."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    known = {name for run in runs for name in run.curves} - _NOT_DRAWN
+    names = sorted(known, key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name))[:_MOST_CURVES]
+    panels: list[tuple[str, Any]] = [(name, partial(_draw_curves, name=name)) for name in names]
+    if any(set(_PHASES) & run.metrics.keys() for run in runs):
+        panels.insert(0, ("peak memory per phase (GiB)", _draw_phases))
+    if len(runs) > 1 and any({SPEED, PEAK} <= run.metrics.keys() for run in runs):
+        panels.insert(0, ("memory against speed", _draw_places))
+    lines, rows, image = _lines(runs, keys), -(-len(panels) // 3), io.BytesIO()
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(15, 1 + 3.4 * rows), dpi=110, layout="constrained")
+        for index, (title, draw) in enumerate(panels):
+            draw(figure.add_subplot(rows, 3, index + 1, title=title), lines)
+        if len(lines) > 1:
+            handles = [Line2D([], [], color=line.color, lw=line.width, label=line.label) for line in lines]
+            figure.legend(handles=handles, loc="outside upper center", ncols=6)
+        figure.savefig(image, format=form, transparent=form == "svg")
+    return image.getvalue()
 
 
-def thinned(points: list[tuple[int, float]], limit: int = POINTS) -> list[tuple[int, float]]:
-    """Return at most ``limit`` of the points in order, with the first, the last, and every visible extreme."""
-    if len(points) <= limit:
-        return points
-    size = math.ceil(len(points) / ((limit - 2) // 2))
-    kept = {points[0], points[-1]}
-    for start in range(0, len(points), size):
-        part = points[start : start + size]
-        kept |= {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
-    return sorted(kept)
+def _draw_places(axes: Any, lines: list[Line]) -> None:
+    for line in lines:
+        places = [(run.metrics[SPEED], run.metrics[PEAK]) for run in line.runs if {SPEED, PEAK} <= run.metrics.keys()]
+        axes.scatter(*zip(*places, strict=True) if places else ([], []), s=60, color=line.color, alpha=0.8)
+    axes.margins(0.2)
+    axes.set(xlabel="tokens/s (more is better)", ylabel="peak memory in GiB (less is better)")
 
 
-def _rank(name: str) -> tuple[int, str]:
-    last = name.startswith(("memory/", "data/"))  # They have one point, or are parts of another figure.
-    return (FIRST.index(name) if name in FIRST else len(FIRST) + last, name)
+def _draw_phases(axes: Any, lines: list[Line]) -> None:
+    for place, phase in enumerate(_PHASES):
+        peaks = [max(run.metrics.get(phase, 0.0) for run in line.runs) for line in lines]
+        rows = [row + 0.27 * (place - 1) for row in range(len(lines))]
+        bars = axes.barh(rows, peaks, 0.25, color=[line.color for line in lines], alpha=1 - 0.3 * place)
+        words = phase[len("memory/") : -len("_gib")]
+        axes.bar_label(bars, [f"{words} {peak:.3f}" if peak else "" for peak in peaks], padding=3, fontsize=7)
+    axes.set_yticks(range(len(lines)), [line.label for line in lines] if len(lines) > 1 else [""])
+    axes.margins(x=0.3)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+
+
+def _draw_curves(axes: Any, lines: list[Line], name: str) -> None:
+    for line in lines:
+        for points in (run.curves[name] for run in line.runs if name in run.curves):
+            marker = "o" if len(points) < 9 else ""
+            axes.plot(*zip(*points, strict=True), color=line.color, lw=line.width, marker=marker, markersize=4)
+    axes.set_xlabel("optimizer step")

@@ -1,0 +1,117 @@
+"""Write ``summary.json`` and ``report.html`` when a run ends; print the results and what to type next."""
+
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from hydra.core.hydra_config import HydraConfig
+from lightning.pytorch.trainer.states import TrainerFn
+from rich.console import Console
+from rich.table import Table
+
+from lit_fused.app.command_line import command_line
+from lit_fused.app.reporting.page import write_run_page
+from lit_fused.app.run_folder import write_whole
+from lit_fused.callbacks import ExportPretrained, PeakMemoryMonitor, SampleText, StopReport, TokenThroughput
+from lit_fused.callbacks.run_checkpoint import newest_checkpoint
+from lit_fused.training import FusedLMModule
+
+_PACKAGES = ("lit-fused", "torch", "lightning", "transformers", "triton", "cut-cross-entropy", "liger-kernel", "peft")
+_JUDGED = ("loss", "perplexity", "accuracy", "exact_match", "mrr", "ndcg", "recall", "coverage")
+_JUDGED += ("reward", "divergence", "teacher_nll")
+
+
+def environment(trainer: L.Trainer, project: str) -> dict[str, str]:
+    """Return the command, versions, devices, and the commit of a git repository around ``project``."""
+    command = shlex.join([*command_line(), *HydraConfig.get().overrides.task])
+    found = {"command": command, "python": platform.python_version(), "system": platform.platform()}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    device = trainer.strategy.root_device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    found["devices"] = f"{trainer.world_size} x {name}"
+    with suppress(OSError, subprocess.SubprocessError):
+        describe = ["git", "-C", project, "describe", "--always", "--dirty"]
+        found["commit"] = subprocess.run(describe, capture_output=True, text=True, timeout=9, check=True).stdout.strip()
+    return found
+
+
+def write_summary(folder: str, overrides: Iterable[str], metrics: Mapping[str, float], **more: Any) -> None:
+    # JSON has no NaN and no infinity.
+    measured = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+    content = {**more, "overrides": [*overrides], "metrics": measured}
+    write_whole(Path(folder, "summary.json"), (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
+
+
+def report(
+    trainer: L.Trainer, module: FusedLMModule, output_dir: str, overrides: Iterable[str], tags: Sequence[Any] = ()
+) -> dict[str, float]:
+    """Write ``summary.json`` and ``report.html``; print the results, the places of all files and what to type next.
+    Return the last value of everything that was logged; of memory the largest peaks, of throughput the mean."""
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    more: dict[str, Any] = {"steps": trainer.global_step, "tags": [*tags], "tokens": 0, "samples": {}}
+    folder, exported = Path(output_dir), None
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, TokenThroughput):
+            more["tokens"] = callback.tokens
+            measured = {"tokens_per_sec": callback.mean or None, "mfu": callback.mean_mfu}
+            metrics |= {f"throughput/{name}": value for name, value in measured.items() if value is not None}
+        elif isinstance(callback, PeakMemoryMonitor) and callback.peaks:
+            metrics |= {f"memory/{phase}_gib": peak for phase, peak in callback.peaks.items()}
+            metrics["memory/peak_allocated_gib"] = max(callback.peaks.values())
+        elif isinstance(callback, SampleText):
+            more["samples"] = callback.samples
+        elif isinstance(callback, ExportPretrained):
+            exported, more["exported_step"] = callback.folder, callback.step
+        elif isinstance(callback, StopReport):
+            more |= {"stopped_by": callback.stopped_by, "best": callback.best and callback.best._asdict()}
+    if trainer.is_global_zero:
+        more |= {
+            "environment": environment(trainer, HydraConfig.get().runtime.cwd),
+            "logits_gib": module.largest_logits()[1],
+            "loss": getattr(module.model.loss, "ran", None),
+        }
+        write_summary(output_dir, overrides, metrics, status="completed", **more)
+        write_run_page(folder)
+        console = Console(highlight=False)
+        console.print(_results(metrics))
+        checkpoint = newest_checkpoint(trainer)
+        places = {"checkpoint": checkpoint, "exported model": exported, "report": folder / "report.html"}
+        lines = {name: os.path.relpath(place) for name, place in places.items() if place and Path(place).exists()}
+        if checkpoint and trainer.state.fn == TrainerFn.FITTING:
+            lines |= _next_commands(trainer, os.path.relpath(checkpoint), generates=bool(more["samples"]))
+        for name, text in lines.items():  # Each is one line, easy to copy.
+            console.print(f"{name:<16}{text}", soft_wrap=True, markup=False)
+    return metrics
+
+
+def _results(metrics: Mapping[str, float]) -> Table:
+    table = Table(title="Results", show_header=False)
+    judged = [
+        name for name in metrics if name.startswith(tuple(f"{part}/{x}" for part in ("val", "test") for x in _JUDGED))
+    ]
+    for name in ("train/loss", *judged, "throughput/tokens_per_sec", "throughput/mfu"):
+        if name in metrics:
+            table.add_row(name, f"{metrics[name]:,.0f}" if metrics[name] >= 1000 else f"{metrics[name]:.4g}")
+    return table
+
+
+def _next_commands(trainer: L.Trainer, checkpoint: str, *, generates: bool) -> dict[str, str]:
+    """Return what can be typed next, each for a name of what it does."""
+    command = [*command_line(), f"ckpt_path={checkpoint}"]
+    longer = "max_epochs" if (trainer.max_epochs or -1) > 0 else "max_steps"
+    found = {"go on": [*command, f"trainer.{longer}={2 * (getattr(trainer, longer) or trainer.global_step)}"]}
+    if generates:
+        found = {"generate": [*command, "mode=generate", 'prompt="Once upon a time"'], **found}
+    return {name: shlex.join(words) for name, words in found.items()}
