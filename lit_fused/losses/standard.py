@@ -4,11 +4,10 @@ vocabulary]``, which are built in the compute dtype and once more in float32."""
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_fused.losses.loss import WEIGHTS, Batch, ForwardPass, Loss, LossOutput, at_least_float32
+from lit_fused.losses.loss import WEIGHTS, Batch, Forward, Loss, LossOutput, at_least_float32
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_one_per_position, check_range
 from lit_fused.ops.options import LossOptions
 
@@ -23,23 +22,18 @@ class CrossEntropyLoss(Loss):
 
     inputs = (WEIGHTS,)
     replaces_own = True
+    builds_logits = True
 
     def __init__(self, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> None:
         LossOptions(label_smoothing=label_smoothing, z_loss=z_loss)  # checks them
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
 
-    @property
-    def builds_logits(self) -> bool:
-        return True
-
-    def prepare(self, model: ForwardPass, device: torch.device) -> None: ...
-
-    def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
+    def compute(self, model: Forward, batch: Batch) -> LossOutput:
         logits, targets, weights, aux_loss = self._flat(model, batch)
         options: Any = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss, "weights": weights}
         return replace(cross_entropy_of_logits(logits, targets, **options), aux_loss=aux_loss)
 
-    def measure(self, model: ForwardPass, batch: Batch) -> LossOutput:
+    def measure(self, model: Forward, batch: Batch) -> LossOutput:
         logits, targets, weights, aux_loss = self._flat(model, batch)
         output = replace(cross_entropy_of_logits(logits, targets, weights=weights), aux_loss=aux_loss)
         if self.label_smoothing or self.z_loss:
@@ -63,16 +57,12 @@ class CrossEntropyLoss(Loss):
             stats |= {"z_loss": self.z_loss * lse_squared} | ({"lse_squared": lse_squared} if weights is None else {})
         return stats
 
-    def _flat(self, model: ForwardPass, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def _flat(self, model: Forward, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Return logits (N, V), targets (N,), their weights (N,) and the auxiliary loss."""
         targets, weights = model.targets(batch), model.token_weights(batch)
         logits, aux_loss = model.logits(batch)
         check_one_per_position(targets, logits, "logits")
         return logits.flatten(0, -2), targets.flatten(), None if weights is None else weights.flatten(), aux_loss
-
-    def token_losses(self, model: ForwardPass, batch: Batch) -> Tensor:
-        logits, _ = model.logits(batch)
-        return token_losses_of_logits(logits, model.targets(batch))
 
 
 def cross_entropy_of_logits(

@@ -5,14 +5,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
-from lit_fused.losses.loss import Batch, check_batch
+from lit_fused.losses.loss import Batch
 from lit_fused.models import documents_apart
 
 
 def check_inputs_of(model: PreTrainedModel | None, batch: Batch) -> None:
     """Raise UserError, with what to change in the data, for inputs of a wrong type, shape, device or, on a CPU, value:
-    on a GPU the embedding asserts it. A backbone that is no transformers model (None) only needs a dict."""
-    check_batch(batch)
+    on a GPU the embedding asserts it. A backbone that is no transformers model (None) is not asked."""
     ids, embeds, mask = (batch.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask"))
     if model is None:
         return

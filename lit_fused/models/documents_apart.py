@@ -31,7 +31,6 @@ from transformers.utils.import_utils import is_tracing
 
 from lit_fused.errors import UserError
 from lit_fused.heads.capture import probing
-from lit_fused.losses.fused import rounding
 
 # A model receives its documents as positions, of which it makes masks or FlexAttention's blocks; or as finished masks.
 Form = Literal["blocks", "positions", "masks"]
@@ -261,3 +260,9 @@ def refusal(name: str, fault: str, otherwise: str = "") -> UserError:
         f"{name} does not keep documents in one row apart: {fault}. With packing=documents it would learn from text "
         f"that has nothing to do with it; choose data.packing=none (a document a row) or data.packing=stream{otherwise}"
     )
+
+
+def rounding(dtype: torch.dtype, device: torch.device) -> float:
+    """Return the relative error of one product: TF32's where torch may use it, else the dtype's."""
+    tf32 = device.type == "cuda" and dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return 2**-10 if tf32 else torch.finfo(dtype).eps

@@ -24,20 +24,20 @@ from lit_fused.heads.capture import (
 )
 from lit_fused.heads.probe import explained_after_layer, without_cache
 from lit_fused.heads.with_labels import labels_are_shifted_by, router_loss
+from lit_fused.losses.fused import token_losses
 from lit_fused.losses.loss import (
-    OF_SOME_LOSSES,
     SHIFTED_OR_COUNTED,
     WEIGHTS,
     Batch,
-    ForwardPass,
+    Forward,
     Loss,
     LossOutput,
-    as_loss,
-    check_batch,
     has_shifted_labels,
     labels_of,
     shift_labels,
 )
+from lit_fused.losses.own_losses import as_loss
+from lit_fused.losses.standard import token_losses_of_logits
 from lit_fused.models import documents_apart, documents_attention
 from lit_fused.models.batch_checks import check_inputs_of
 from lit_fused.models.checked_slice import spot_check
@@ -45,6 +45,9 @@ from lit_fused.models.documents_apart import Form, is_packed, may_be_packed
 from lit_fused.models.first_labels import refuse_shifted_twice
 from lit_fused.models.load import is_deferred
 from lit_fused.ops.label_checks import check_integers, check_one_per_position
+
+# Each loss beside cross entropy trains on one of these; a loss that does not would train on something else.
+OF_SOME_LOSSES = (WEIGHTS, "desirable", "reward", "advantages", "teacher_entries")
 
 
 class LanguageModel(nn.Module):
@@ -103,17 +106,18 @@ class LanguageModel(nn.Module):
     def forward(self, batch: Batch) -> LossOutput:
         """Return the sums of ``batch``: "input_ids" and "labels", integers (B, T), and other inputs of the backbone;
         perhaps "token_weights" (B, T), a factor on the loss of each label, by whose sum the mean is divided."""
-        check_batch(batch)
         return replace(self.compute(self, batch), num_items=batch.get("num_items_in_batch"))
 
-    def compute(self, forward_pass: ForwardPass, batch: Batch) -> LossOutput:
+    def compute(self, forward_pass: Forward, batch: Batch) -> LossOutput:
         """Return the sums of a batch, given a forward pass: this model, or the part of it that has the output layer."""
         trains = self.training or torch.is_grad_enabled()
         return (self.loss.compute if trains else self.loss.measure)(forward_pass, batch)
 
     def token_losses(self, batch: Batch) -> Tensor:
         """Return the negative log-likelihood of each position's target, (B, T) float32, 0 where ignored."""
-        return self.loss.token_losses(self, batch)
+        if self.loss.builds_logits:
+            return token_losses_of_logits(self.logits(batch)[0], self.targets(batch))
+        return token_losses(self, batch)
 
     def run_with(self, function: Callable[[Any, Batch], Any], batch: Batch) -> Any:
         """Return ``function(self, batch)``. FSDP2 gathers the root's parameters around it."""
@@ -222,7 +226,7 @@ class LanguageModel(nn.Module):
         """Number of logits per token."""
         return (self._head or OutputHead(output_layer(self.backbone))).vocabulary
 
-    # The forward passes that a loss can ask for: see losses.loss.ForwardPass.
+    # The forward passes that a loss can ask for: see losses.loss.Forward.
 
     def targets(self, batch: Batch) -> Tensor:
         return check_integers(batch["shift_labels"]) if has_shifted_labels(batch) else shift_labels(labels_of(batch))

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from lit_fused.errors import UserError, checked_options
-from lit_fused.heads import OutputHead
 from lit_fused.losses import LossOutput
-from lit_fused.losses.loss import Batch, ForwardPass
+from lit_fused.losses.loss import Batch, Forward, Head
 from lit_fused.objectives.scored import ScoredLoss, at_temperature
 from lit_fused.ops import TeacherHead, linear_distillation, token_scores, top_items
 from lit_fused.ops.label_checks import IGNORE_INDEX
@@ -94,7 +93,7 @@ class DistillationLoss(ScoredLoss):
                 f"score.temperature={self.of_loss.temperature:g}"
             )
 
-    def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
+    def compute(self, model: Forward, batch: Batch) -> LossOutput:
         targets = model.targets(batch)
         hidden_states, head, aux_loss = model.hidden_states(batch)
         if self.teacher is None:
@@ -105,7 +104,7 @@ class DistillationLoss(ScoredLoss):
             found = self._beside(hidden_states, targets, head, teacher)
         return replace(found, aux_loss=aux_loss)
 
-    def _beside(self, hidden_states: Tensor, targets: Tensor, head: OutputHead, teacher: TeacherHead) -> LossOutput:
+    def _beside(self, hidden_states: Tensor, targets: Tensor, head: Head, teacher: TeacherHead) -> LossOutput:
         hidden_states, weight, bias = head.operands(hidden_states)
         loss_sum, stats = linear_distillation(
             hidden_states,
@@ -123,7 +122,7 @@ class DistillationLoss(ScoredLoss):
         )
         return LossOutput(loss_sum, (targets != IGNORE_INDEX).sum(), stats=stats)
 
-    def _from_stored(self, hidden_states: Tensor, targets: Tensor, head: OutputHead, batch: Batch) -> LossOutput:
+    def _from_stored(self, hidden_states: Tensor, targets: Tensor, head: Head, batch: Batch) -> LossOutput:
         of_loss, stats = self.of_loss, {}
         if batch.get(STORED[0]) is None:
             raise UserError(NO_TEACHER)
@@ -148,16 +147,14 @@ class DistillationLoss(ScoredLoss):
         return LossOutput(loss, (targets != IGNORE_INDEX).sum(), stats=stats)
 
 
-def teacher_head(model: ForwardPass, batch: Batch) -> TeacherHead:
+def teacher_head(model: Forward, batch: Batch) -> TeacherHead:
     """Return a model's output layer and its input (B, T, D) for a batch, as those of a teacher."""
     hidden_states, head, _ = model.hidden_states(batch)
     return TeacherHead(*head.operands(hidden_states), head.scale, head.softcap)
 
 
 @torch.no_grad()
-def scores_to_store(
-    model: ForwardPass, batch: Batch, k: int, temperature: float = 1.0
-) -> tuple[Tensor, Tensor, Tensor]:
+def scores_to_store(model: Forward, batch: Batch, k: int, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
     """Return the ``STORED`` scores of a batch (B, T), under logits over a temperature: the k most probable entries of
     each position, (B, T, k), the most probable first, their log-probabilities in nats, and the target's, (B, T); -1 and
     zeros where there is no target."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lit_fused.errors import UserError, check_choice, check_number
 from lit_fused.losses import LossOutput
-from lit_fused.losses.loss import Batch, ForwardPass
+from lit_fused.losses.loss import Batch, Forward
 from lit_fused.objectives import policy
 from lit_fused.objectives.scored import ScoredLoss
 from lit_fused.ops import TokenScores
@@ -136,7 +136,7 @@ class PolicyLoss(ScoredLoss):
         self.entropy_weight, self.temperature = entropy_weight, temperature
         self.reference: Callable[[Batch], Tensor] | None = None
 
-    def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
+    def compute(self, model: Forward, batch: Batch) -> LossOutput:
         if self.kl_weight and batch.get("reference_log_probs") is None and self.reference is not None:
             batch = {**batch, "reference_log_probs": self.reference(batch)}
         return super().compute(model, batch)
@@ -217,7 +217,7 @@ class PolicyLoss(ScoredLoss):
         return batch["reference_log_probs"].to(log_prob)
 
     @torch.no_grad()
-    def check(self, model: ForwardPass, batch: Batch) -> None:
+    def check(self, model: Forward, batch: Batch) -> None:
         self._check_shapes(model.targets(batch), batch)
         for name in (*GROUP, "advantages"):
             if batch.get(name) is not None and not batch[name].isfinite().all():

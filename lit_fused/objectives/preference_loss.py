@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from lit_fused.errors import UserError, check_choice, check_number, checked_options
-from lit_fused.losses import LinearCrossEntropyLoss, LossOutput
-from lit_fused.losses.loss import Batch, ForwardPass, at_least_float32, labels_of
+from lit_fused.losses import LossOutput
+from lit_fused.losses.fused import token_losses
+from lit_fused.losses.loss import Batch, Forward, at_least_float32, labels_of
 from lit_fused.objectives.preference import OBJECTIVES
 from lit_fused.objectives.scored import ScoredLoss
 from lit_fused.ops.label_checks import IGNORE_INDEX
@@ -104,10 +105,10 @@ class PreferenceLoss(ScoredLoss):
         defaults = inspect.signature(self.objective.function).parameters
         self.beta: float = parameters.get("beta", defaults["beta"].default)
         self.rows_together = 1 if self.objective.single else 2
-        self.reference: Callable[[ForwardPass, Batch], Tensor] | None = None
+        self.reference: Callable[[Forward, Batch], Tensor] | None = None
         self._is_checked = False
 
-    def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
+    def compute(self, model: Forward, batch: Batch) -> LossOutput:
         targets = model.targets(batch)
         desirable = self._desirable(targets, batch)
         reference, kl = None, None
@@ -159,7 +160,7 @@ class PreferenceLoss(ScoredLoss):
             found["reward_accuracy"] = ((margins > 0) & exists[::2]).sum()
         return found
 
-    def _of_reference(self, model: ForwardPass, targets: Tensor, batch: Batch) -> Tensor:
+    def _of_reference(self, model: Forward, targets: Tensor, batch: Batch) -> Tensor:
         """Return the reference's summed log-probability (S,) of each answer."""
         stored = _stored(batch, REFERENCE)
         if stored is not None:
@@ -226,7 +227,7 @@ class PreferenceLoss(ScoredLoss):
             torch._assert_async(are_right.all(), asked)  # pyright: ignore[reportPrivateImportUsage]
 
     @torch.no_grad()
-    def _kl(self, model: ForwardPass, targets: Tensor, batch: Batch, trains: bool) -> Tensor:
+    def _kl(self, model: Forward, targets: Tensor, batch: Batch, trains: bool) -> Tensor:
         """Return the mean log-ratio of each prompt's answer to another prompt, at least 0 (the paper's estimate)."""
         given, stored = others_of(batch), _stored(batch, OTHER + REFERENCE)
         if stored is None and self.reference is None:
@@ -321,14 +322,14 @@ def per_answer(log_prob: Tensor, targets: Tensor, batch: Batch) -> tuple[Tensor,
     return sums[:, :-1].flatten(), counts[:, :-1].flatten()
 
 
-def log_probs(model: ForwardPass, batch: Batch) -> Tensor:
+def log_probs(model: Forward, batch: Batch) -> Tensor:
     """Return the log-probability (B, T) of each target of a batch of preferences."""
     inputs = {name: value for name, value in batch.items() if name not in PreferenceLoss.inputs}
-    return -LinearCrossEntropyLoss(drop_ignored=True).token_losses(model, inputs)
+    return -token_losses(model, inputs)
 
 
 @torch.no_grad()
-def answers_to_store(model: ForwardPass, batch: Batch) -> tuple[Tensor]:
+def answers_to_store(model: Forward, batch: Batch) -> tuple[Tensor]:
     """Return the summed log-probabilities (preferences, 2) of a batch, for "reference_log_prob": of both answers of a
     pair, or of a single answer and of the one to another prompt."""
     other = others_of(batch)

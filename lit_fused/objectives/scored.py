@@ -5,9 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_fused.heads import OutputHead
 from lit_fused.losses import LinearCrossEntropyLoss, LossOutput
-from lit_fused.losses.loss import Batch, ForwardPass
+from lit_fused.losses.loss import Batch, Forward, Head
 from lit_fused.ops import TokenScores, token_scores
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
@@ -51,7 +50,7 @@ class ScoredLoss(LinearCrossEntropyLoss):
         """Return the sums of a batch, of the scores (B, T) of its targets (B, T), which are -100 where ignored."""
         raise NotImplementedError
 
-    def compute(self, model: ForwardPass, batch: Batch) -> LossOutput:
+    def compute(self, model: Forward, batch: Batch) -> LossOutput:
         targets = model.targets(batch)
         hidden_states, head, aux_loss = model.hidden_states(batch)
         scores = self.scores(hidden_states, targets, head)
@@ -61,7 +60,7 @@ class ScoredLoss(LinearCrossEntropyLoss):
         self,
         hidden_states: Tensor,
         targets: Tensor,
-        head: OutputHead,
+        head: Head,
         selected: Tensor | None = None,
         temperature: float | None = None,
     ) -> TokenScores:
@@ -72,13 +71,13 @@ class ScoredLoss(LinearCrossEntropyLoss):
         options = formula | self.options | {"shard": head.shard, "entropy": self.needs_entropy}
         return token_scores(hidden_states, weight, targets, selected=selected, **options)
 
-    def _sums(self, hidden_states: Tensor, targets: Tensor, head: OutputHead) -> LossOutput:
+    def sums(self, hidden_states: Tensor, targets: Tensor, head: Head) -> LossOutput:
         # The check of the first batches compares the numbers that are trained on with the model's own logits.
         nll = -self.scores(hidden_states, targets, head, temperature=1.0).log_prob.sum()
         return LossOutput(nll, (targets != IGNORE_INDEX).sum(), stats={"nll": nll.detach()})
 
 
-def at_temperature(head: OutputHead, bias: Tensor | None, temperature: float) -> dict[str, Any]:
+def at_temperature(head: Head, bias: Tensor | None, temperature: float) -> dict[str, Any]:
     """Return bias, scale and softcap of a head whose logits are divided by a temperature."""
     return {
         "bias": None if bias is None else bias / temperature,

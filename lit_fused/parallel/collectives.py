@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lit_fused.errors import UserError
-from lit_fused.losses.loss import check_batch
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -129,7 +128,6 @@ def objects_of_ranks(own: Any, group: dist.ProcessGroup | None = None) -> list[A
 
 def check_same_batch(batch: Mapping[str, Any], group: dist.ProcessGroup, ranks: str) -> None:
     """Raise UserError on all ranks that work on one batch together (``ranks`` names them) unless it is the same."""
-    check_batch(batch)
     own: dict[str, Any] = {}
     for name, value in batch.items():
         if isinstance(value, Tensor):  # A slice has gaps, and its bytes no view.

@@ -29,6 +29,7 @@ from lit_fused.errors import UserError, explained
 from lit_fused.heads import evaluation_mode, output_layer, peft_model
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.load import is_deferred
+from lit_fused.ops.backends import backend_name
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
 from lit_fused.parallel.collectives import objects_of_ranks, send_weights
 from lit_fused.parallel.twin import small_twin
@@ -45,7 +46,12 @@ def check_plan(model: LanguageModel, ranks: int, *, training: bool) -> None:
         return
     for reason in _refusals(model, ranks, training):
         raise UserError(f"{reason} {_OTHERWISE}")
-    model.loss.check_vocabulary_parallel()
+    if not model.loss.divides_vocabulary:
+        backend: Any = getattr(model.loss, "backend", type(model.loss))
+        raise UserError(
+            f"loss={backend_name(backend)} has no vocabulary-parallel form, for an output layer that ranks divide; "
+            "choose loss=chunked or loss=standard, or strategy=fsdp2"
+        )
 
 
 def _refusals(model: LanguageModel, ranks: int, training: bool) -> Iterator[str]:

@@ -22,6 +22,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from lit_fused.errors import UserError
+from lit_fused.losses.fused import token_losses
 from lit_fused.losses.loss import Batch, LossOutput, labels_of
 from lit_fused.metrics import sums_of
 from lit_fused.models import documents_apart
@@ -105,7 +106,7 @@ class Pipeline:
         """Return the negative log-likelihood of each position's target, (B, T) float32, 0 where ignored."""
 
         def job(hidden_states: Tensor, rows: Batch) -> Tensor:
-            return self.model.loss.token_losses(self._forward_pass, {**rows, "hidden_states": hidden_states})
+            return token_losses(self._forward_pass, {**rows, "hidden_states": hidden_states})
 
         losses = self._run("prediction", batch, job)
         count, length = labels_of(batch).shape

@@ -271,7 +271,7 @@ def body_returning(part: nn.Module, hidden_states: Any) -> Iterator[None]:
 
 
 class StageForwardPass:
-    """A :class:`~lit_fused.losses.loss.ForwardPass` over batches that contain the last stage's "hidden_states".
+    """A :class:`~lit_fused.losses.loss.Forward` over batches that contain the last stage's "hidden_states".
 
     The spot check runs the model's own forward behind its body, the ``decoder``.
     """
@@ -315,8 +315,3 @@ class StageForwardPass:
 
     def logits(self, batch: Any) -> tuple[Tensor, None]:
         return self.prepare_hidden_states().logits(batch["hidden_states"]), None
-
-    def prepare_own_loss(self) -> None: ...
-
-    def own_loss(self, batch: Any) -> tuple[Tensor, Tensor, None]:
-        raise UserError("a loss that the model computes itself needs strategy=ddp or fsdp2, not a pipeline")

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_fused.errors import UserError
 from lit_fused.losses import LinearCrossEntropyLoss
-from lit_fused.losses.loss import Batch, ForwardPass
+from lit_fused.losses.loss import Batch, Forward
 from lit_fused.models.compilation import compile_backbone
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.load import is_deferred
@@ -39,7 +39,7 @@ class FrozenModel:
         self.model = LanguageModel(backbone, LinearCrossEntropyLoss()).requires_grad_(False).eval()
         self.role, self.instead = role, instead
 
-    def run(self, function: Callable[[ForwardPass, Batch], Result], batch: Batch, *, free: bool = True) -> Result:
+    def run(self, function: Callable[[Forward, Batch], Result], batch: Batch, *, free: bool = True) -> Result:
         """Return ``function(model, batch)``, computed without gradients, where the model's weights are whole.
 
         With ``free=False`` FSDP2 leaves those outside of its layers whole until the next call, for a result that

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lit_fused.errors import UserError
 from lit_fused.heads import evaluation_mode, peft_model
-from lit_fused.losses.loss import Batch, ForwardPass
+from lit_fused.losses.loss import Batch, Forward
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.objectives import PreferenceLoss
 from lit_fused.objectives.distillation import NO_TEACHER, DistillationLoss, teacher_head
@@ -117,11 +117,11 @@ def _check_base(model: Any) -> None:
         )
 
 
-def _of_frozen(frozen: FrozenModel, _: ForwardPass, batch: Batch) -> Tensor:
+def _of_frozen(frozen: FrozenModel, _: Forward, batch: Batch) -> Tensor:
     return frozen.run(log_probs, batch)
 
 
-def _without_adapters(model: ForwardPass, batch: Batch) -> Tensor:
+def _without_adapters(model: Forward, batch: Batch) -> Tensor:
     assert isinstance(model, LanguageModel)
     with torch.no_grad(), evaluation_mode(model.backbone), peft_model(model.backbone).disable_adapter():
         return log_probs(model, batch)

@@ -24,7 +24,7 @@ class Pulled(ScoredLoss):
     frozen: FrozenModel
 
     def of_scores(self, scores, targets, batch):
-        theirs = -self.frozen.run(lambda model, batch: model.loss.token_losses(model, batch), batch)  # type: ignore[attr-defined]
+        theirs = -self.frozen.run(lambda model, batch: model.token_losses(batch), batch)  # type: ignore[attr-defined]
         squares = (scores.log_prob - theirs).square() / 2
         return LossOutput(squares.sum(), (targets != -100).sum())
 

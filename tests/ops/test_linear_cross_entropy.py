@@ -68,7 +68,6 @@ def test_targets_of_any_integer_dtype_are_those_of_int64(dtype, ignore_index, vo
     count = (targets != ignore_index).sum()
     for found in (
         linear_cross_entropy(hidden, weight, narrow, ignore_index=ignore_index)[0],
-        LinearCrossEntropyLoss(weight, ignore_index=ignore_index)(hidden, narrow),
         -of_scores / count,
     ):
         torch.testing.assert_close(found, expected)
@@ -93,7 +92,7 @@ def test_a_transform_over_many_losses_is_refused_with_a_sentence():
     ):
         with pytest.raises(UserError, match="does not run under torch.vmap"):
             call()
-    loss_function = LinearCrossEntropyLoss(weight)
+    loss_function = LinearCrossEntropyLoss(output_embeddings=weight)
     with pytest.raises(UserError, match="does not run under torch.vmap"):
         torch.vmap(loss_function)(hidden, targets.expand(3, 2))
 
@@ -115,7 +114,7 @@ def test_forward_mode_derivatives_are_refused_with_a_sentence(call):
         lambda hidden: linear_cross_entropy(hidden, weight, targets, reduction="none")[0],
         lambda hidden: token_scores(hidden, weight, targets).entropy,
         lambda hidden: linear_distillation(hidden, weight, targets, TeacherHead(hidden.detach(), weight))[0],
-        lambda hidden: LinearCrossEntropyLoss(weight)(hidden, targets),
+        lambda hidden: LinearCrossEntropyLoss(output_embeddings=weight)(hidden, targets),
         torch.func.grad(lambda hidden: linear_cross_entropy(hidden, weight, targets)[0]),
     ):
         with pytest.raises(UserError, match="no forward-mode derivatives"):
@@ -144,7 +143,7 @@ def test_meta_tensors_and_a_recording_by_torch_jit_are_refused_with_a_sentence()
     for call in (
         lambda *operands: linear_cross_entropy(*operands)[0],
         lambda *operands: token_scores(*operands).log_prob,
-        lambda hidden, weight, targets: LinearCrossEntropyLoss(weight)(hidden, targets),
+        lambda hidden, weight, targets: LinearCrossEntropyLoss(output_embeddings=weight)(hidden, targets),
     ):
         with pytest.raises(UserError, match="hidden states on the meta device have no numbers"):
             call(*(tensor.to("meta") for tensor in operands))
@@ -159,7 +158,7 @@ def test_a_weight_without_entries_or_features_is_refused_with_a_sentence(entries
         lambda: linear_cross_entropy(hidden, weight, targets),
         lambda: token_scores(hidden, weight, targets),
         lambda: linear_distillation(hidden, weight, targets, TeacherHead(hidden, weight)),
-        lambda: LinearCrossEntropyLoss(weight)(hidden, targets),
+        lambda: LinearCrossEntropyLoss(output_embeddings=weight)(hidden, targets),
     ):
         with pytest.raises(UserError, match="must have at least one entry and one feature"):
             call()
@@ -262,7 +261,7 @@ def test_autocast_leaves_float64_as_it_is(impl):
     targets = torch.tensor([1, -100, 3, 4])
     with torch.autocast("cpu", torch.bfloat16):
         expected = F.cross_entropy(F.linear(hidden, weight), targets)
-        found = LinearCrossEntropyLoss(weight, impl)(hidden, targets)
+        found = LinearCrossEntropyLoss(impl, weight)(hidden, targets)
         scores = token_scores(hidden, weight, targets)
         with pytest.raises(
             UserError, match="hidden states are torch.float32 but the output layer's weight is torch.fl"

@@ -47,7 +47,7 @@ class WithLoss(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model, self.head = model.model, model.lm_head
-        self.loss = LinearCrossEntropyLoss(self.head)
+        self.loss = LinearCrossEntropyLoss(output_embeddings=self.head)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         return self.loss(self.model(input_ids).last_hidden_state, labels)

@@ -123,9 +123,6 @@ CASES: dict[str, Callable[[], Any]] = {
     "Rollouts of another model": lambda: LanguageModel(tiny_llama(), PolicyLoss()).spot_check(
         ragged_batches(1)[0] | {"sampler_log_probs": torch.full((2, 12), -6.0)}
     ),
-    "Hidden states that are no tensor": lambda: loss_of(
-        tiny_llama().model(input_ids=ragged_batches(1)[0]["input_ids"])
-    ),
     "What a model does to its logits has changed": lambda: hooked_after_a_batch(tiny_llama()),
     "The first batch is refused": lambda: fit(tiny_llama(), loss=LinearCrossEntropyLoss(half_the_loss)),
     "`fuse` takes another model": lambda: fuse(nn.Linear(2, 2)),
@@ -192,7 +189,7 @@ def test_what_no_model_takes_stops_the_first_batch_whatever_the_loss(changes, me
         fit(tiny_llama(), changes, loss())
 
 
-@pytest.mark.parametrize("labels", [None, [[1, 2]], torch.tensor(3)])
+@pytest.mark.parametrize("labels", [[[1, 2]], torch.tensor(3)])
 def test_the_loss_by_itself_refuses_labels_that_are_no_tensor_of_positions(labels):
     with pytest.raises(UserError, match="labels must be a tensor with one integer per position, got a"):
         LinearCrossEntropyLoss(output_embeddings=nn.Linear(16, 61))(torch.zeros(2, 12, 16), labels)
