@@ -1,21 +1,23 @@
 """Say what a run's folder has: its overrides and configuration, and what it has logged.
 
-``run.json`` is written when a run begins. A folder that has one is a run's, and is not given to another run.
+``run.json`` is written when a run begins.
 """
 
 import csv
 import json
 import os
 import shutil
+import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lit_fused.atomic import newest_in, removed_on_failure
+from lit_fused.atomic import newest_in, remove, removed_on_failure
 from lit_fused.errors import UserError, resuming
 
 RUN_FILE = "run.json"
+_RESULTS = ("checkpoints", "metrics.csv", "summary.json", "exported")
 _OF_THE_BEGINNING = {RUN_FILE, "error.txt", "train.log"}
 
 
@@ -29,15 +31,32 @@ def claim(folder: Path, content: Mapping[str, Any], ckpt_path: str | None) -> No
     Raises UserError if the folder has another run.
     """
     goes_on = ckpt_path is not None and Path(ckpt_path).resolve().is_relative_to(folder.resolve())
-    if (folder / RUN_FILE).exists() and not goes_on:
+    if _is_in_use(read_run_file(folder)):
+        raise UserError(f"{folder} is in use by another run; wait, or choose another folder with hydra.run.dir=FOLDER")
+    if not goes_on and any((folder / name).exists() for name in _RESULTS):
         newest = newest_in(folder / "checkpoints")
         resume = f"resume it with {resuming(newest)}, or " if newest else ""
         raise UserError(f"{folder} has a run already; {resume}choose another folder with hydra.run.dir=FOLDER")
     folder.mkdir(parents=True, exist_ok=True)
+    for path in (*folder.glob("*.partial"), *folder.glob("checkpoints/*.partial")):  # A killed process left it.
+        remove(path)
     (folder / "error.txt").unlink(missing_ok=True)
     if goes_on and (folder / "metrics.csv").is_file():  # Lightning's logger would delete it.
         os.replace(folder / "metrics.csv", folder / f"metrics.{len(_parts(folder))}.csv")
+    content = {**content, "process": [os.getpid(), socket.gethostname()]}
     write_whole(folder / RUN_FILE, (json.dumps(content, indent=1, default=str) + "\n").encode())
+
+
+def _is_in_use(saved: Mapping[str, Any]) -> bool:
+    """Return whether another process of this machine has written ``run.json`` and lives."""
+    number, host = saved.get("process") or (os.getpid(), "")
+    if number == os.getpid() or host != socket.gethostname():
+        return False
+    try:
+        os.kill(int(number), 0)
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return True
 
 
 def leave_nothing(folder: Path, *, claimed: bool) -> None:
@@ -85,7 +104,7 @@ def _logged(row: Mapping[str, str]) -> set[str]:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Replace the file in one step. Nothing is left of a file that cannot be written."""
-    temporary = path.with_name(f".{path.name.removeprefix('.')}.{os.getpid()}")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
     with removed_on_failure(temporary):
         temporary.write_bytes(content)
         os.replace(temporary, path)

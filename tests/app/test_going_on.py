@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -49,14 +50,27 @@ def test_a_run_resumed_where_a_validation_was_due_logs_it_once(tmp_path):
     assert rows(tmp_path / "out") == before
 
 
-def test_a_run_that_was_trained_to_its_end_says_that_nothing_is_left_and_stays_as_it_is(whole):
-    before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file() and path.name != "run.json"}
-    finished = train(whole.parent, "ckpt_path=whole", "hydra.run.dir=whole")
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        (1, []),
+        pytest.param(2, ["strategy=ddp"], marks=pytest.mark.slow),
+        pytest.param(2, ["strategy=fsdp2"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_killed_between_its_last_checkpoint_and_its_end_is_validated_and_exported(ranks, more, tmp_path):
+    more = [*more, f"trainer.devices={ranks}", "trainer.accelerator=cpu"]
+    assert train(tmp_path, *JOB, *more, "hydra.run.dir=whole", ranks=ranks).status == 0
+    whole, run = tmp_path / "whole", tmp_path / "out"
+    shutil.copytree(whole, run, ignore=shutil.ignore_patterns("exported", "summary.json"))
+    finished = train(tmp_path, "ckpt_path=out", "hydra.run.dir=out", ranks=ranks)
     assert finished.status == 0, finished.output
-    assert "Nothing is left to train: the checkpoint is at step 12." in finished.plain
-    for path in before.keys() - {whole / "metrics.csv"}:
-        assert path.read_bytes() == before[path], path
-    assert len(rows(whole)) == 12 + 2
+    assert finished.plain.count("Nothing is left to train: the checkpoint is at step 12.") == 1
+    weights = [(folder / "exported" / "model.safetensors").read_bytes() for folder in (whole, run)]
+    assert weights[0] == weights[1]
+    for name in ("val/loss", "val/perplexity", "train/loss"):
+        assert summary(run)["metrics"][name] == pytest.approx(summary(whole)["metrics"][name], rel=1e-5)
+    assert [row[:2] for row in rows(run) if row[1]] == [row[:2] for row in rows(whole) if row[1]]
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """The folder of a run: no run replaces another one, and one that was refused leaves none."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,8 +24,26 @@ def test_a_run_takes_no_folder_of_another_and_goes_on_in_its_own(tmp_path):
         ):
             claim(tmp_path / "run", {"overrides": []}, path)
     claim(tmp_path / "run", {"overrides": ["seed=2"]}, str(newest))
-    assert read_run_file(tmp_path / "run") == {"overrides": ["seed=2"]}
+    assert read_run_file(tmp_path / "run")["overrides"] == ["seed=2"]
     assert [path.name for path in (tmp_path / "run").glob("*.csv")] == ["metrics.1.csv"]
+
+
+def test_a_run_takes_no_folder_of_a_process_that_lives_and_that_of_one_that_left_no_results(tmp_path):
+    program = "import sys, pathlib; from lit_fused.app.run_folder import claim; "
+    program += (
+        "claim(pathlib.Path(sys.argv[1]), {'overrides': []}, None); print('claimed', flush=True); sys.stdin.read()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "claimed\n"
+    with pytest.raises(UserError, match="is in use by another run"):
+        claim(tmp_path, {}, None)
+    process.communicate("")
+    (tmp_path / "checkpoints.partial").mkdir()
+    claim(tmp_path, {}, None)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
 def test_a_folder_with_results_stays(tmp_path):
@@ -71,7 +91,7 @@ def test_a_refused_command_leaves_the_run_in_its_folder_as_it_was(tmp_path):
     for words in (["hydra.run.dir=run"], ["hydra.run.dir=run", "mode=validate"]):
         done = train(tmp_path, *SYNTHETIC, *TINY_MODEL, *words)
         assert "has a run already" in done.output
-        assert read_run_file(tmp_path / "run") == {"overrides": ["seed=1"]}
+        assert read_run_file(tmp_path / "run")["overrides"] == ["seed=1"]
         assert sorted(path.name for path in Path(tmp_path / "run").iterdir()) == ["metrics.csv", "run.json"]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
@@ -18,8 +19,8 @@ from lit_fused.app.loggers import recording
 from lit_fused.app.overrides import overrides_of, run_of
 from lit_fused.app.ranks import is_first_rank
 from lit_fused.app.reporting.finish import report
-from lit_fused.app.run_folder import read_run_file
-from lit_fused.callbacks import ResumeHint
+from lit_fused.app.run_folder import metric_rows, read_run_file
+from lit_fused.callbacks import ExportPretrained, ResumeHint
 from lit_fused.callbacks.training_progress import total_steps
 from lit_fused.errors import UserError
 from lit_fused.training import FusedLMModule
@@ -45,12 +46,10 @@ def fit(cfg: DictConfig) -> float | None:
     with recording(trainer.loggers, config):
         quiet = {} if fits else {"verbose": False}  # the report prints the results
         getattr(trainer, cfg.mode)(module, data, ckpt_path=cfg.ckpt_path, **quiet)
-        if fits and not steps.begun:
-            rank_zero_info(
-                f"Nothing is left to train: the checkpoint is at step {trainer.global_step}. Give a larger "
-                "trainer.max_steps; or evaluate it with mode=validate, or export it with python -m lit_fused.export"
-            )
-            return None
+        if fits and not steps.begun:  # The run was killed after its last checkpoint, or was over.
+            rank_zero_info(f"Nothing is left to train: the checkpoint is at step {trainer.global_step}.")
+            rank_zero_info("What is left to do is to validate and to export.")
+            _finish(trainer, module, data, cfg.ckpt_path)
         if fits and cfg.test:
             measured = dict(trainer.callback_metrics)  # The test begins with none.
             savers: list[Any] = trainer.checkpoint_callbacks
@@ -67,6 +66,22 @@ def fit(cfg: DictConfig) -> float | None:
 
 
 validate = test = fit
+
+
+def _finish(trainer: L.Trainer, module: FusedLMModule, data: Any, ckpt_path: str) -> None:
+    """Validate a trained model, and export it while the strategy has it. What was logged before is reported as well."""
+    logged = metric_rows(Path(trainer.default_root_dir))
+    before = {name: torch.tensor(float(value)) for row in logged for name, value in row.items() if value}
+    trainer.callbacks.append(_Exporting())  # type: ignore[attr-defined]
+    trainer.validate(module, data, ckpt_path=ckpt_path, verbose=False)
+    trainer.callback_metrics.update({**before, **trainer.callback_metrics})
+
+
+class _Exporting(L.Callback):
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, ExportPretrained):
+                callback.on_train_end(trainer, pl_module)
 
 
 def build_module(cfg: DictConfig, loss: Any, model: nn.Module | None = None) -> FusedLMModule:
