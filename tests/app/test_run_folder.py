@@ -40,7 +40,7 @@ def test_a_run_takes_no_folder_of_a_process_that_lives_and_that_of_one_that_left
     assert process.stdout.readline() == "claimed\n"
     with pytest.raises(UserError, match="is in use by another run"):
         claim(tmp_path, {}, None)
-    process.communicate("")
+    process.communicate("\n")
     (tmp_path / "checkpoints.partial").mkdir()
     claim(tmp_path, {}, None)
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
@@ -86,7 +86,8 @@ def test_a_refused_command_leaves_no_folder(words, status, tmp_path):
 
 
 def test_a_refused_command_leaves_the_run_in_its_folder_as_it_was(tmp_path):
-    claim(tmp_path / "run", {"overrides": ["seed=1"]}, None)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text('{"overrides": ["seed=1"]}')
     (tmp_path / "run" / "metrics.csv").write_text("step,a\n")
     for words in (["hydra.run.dir=run"], ["hydra.run.dir=run", "mode=validate"]):
         done = train(tmp_path, *SYNTHETIC, *TINY_MODEL, *words)
