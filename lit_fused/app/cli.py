@@ -35,6 +35,7 @@ def main(conf: str = _PACKAGED) -> None:
     try:
         hydra.main(version_base="1.3", config_path=conf, config_name=continue_run(folder, "train"))(run)()
     except KeyboardInterrupt:  # Within a job ``run`` has caught it. It ends here where others do the jobs.
+        print("\nStopped by Ctrl-C", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
 
 

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lit_fused.app.config import check_config, leave_mps
 from lit_fused.app.faults import explain, fault_of
 from lit_fused.app.fine_tuning import default_epochs
-from lit_fused.app.ranks import check_port, end_if_asked, end_if_deaf, end_with_run, is_first_rank
+from lit_fused.app.ranks import end_with_parent, is_first_rank
 from lit_fused.app.reporting.runs import record_failure
 from lit_fused.app.run_length import open_values
 from lit_fused.errors import Stopped, UserError, needing
@@ -42,7 +42,7 @@ MODES = {
 
 # How messages begin that sell a service, repeat the configuration, or are said again when they are done.
 _SAID_BY_LIGHTNING = ("💡 Tip: For seamless cloud", "Trainer already configured", "TPU available", "`Trainer(")
-_SAID_BY_LIGHTNING += ("Restoring states from", "Loading `train_dataloader` to estimate")
+_SAID_BY_LIGHTNING += ("`Trainer.fit` stopped", "Restoring states from", "Loading `train_dataloader` to estimate")
 
 
 def run(cfg: DictConfig) -> float | None:
@@ -56,17 +56,11 @@ def run(cfg: DictConfig) -> float | None:
         with suppress(OSError):
             error_file.unlink()  # An earlier run in this folder left it.
     else:
-        end_with_run(error_file)
+        end_with_parent()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _stop)
     try:
         _silence_other_packages()
-        trainer = cfg.get("trainer") or {}
-        if trainer.get("strategy") != "auto" or trainer.get("devices") not in (1, "1", "auto"):
-            if is_first_rank():
-                check_port()
-            if threading.current_thread() is threading.main_thread():
-                end_if_deaf()
         check_config(cfg, MODES)
         chosen: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
         cfg.trainer.update(open_values(chosen, default_epochs(cfg)))
@@ -86,16 +80,14 @@ def run(cfg: DictConfig) -> float | None:
         if sentence:
             raise CompactHydraException(sentence) from error  # Hydra prints this class as its message alone
         if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
-            if isinstance(error, SystemExit) and isinstance(error.code, str):
-                print(error.code, file=sys.stderr)
+            said = error.code if isinstance(error, SystemExit) and isinstance(error.code, str) else "Stopped by Ctrl-C"
+            print(said, file=sys.stderr)
             raise SystemExit(128 + signal.SIGINT) from error  # Lightning's is 1
         if isinstance(error, Stopped) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers send it more than once
         if error is raised:
             raise
         raise error from None
-    finally:
-        end_if_asked()
 
 
 def _before_teardown(error: BaseException) -> BaseException:
@@ -113,6 +105,8 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 def _silence_other_packages() -> None:
     """Suppress messages of other packages that tell a user of the command nothing, also those at their import."""
+    # A warning is a sentence, without the line of source that it came from.
+    warnings.showwarning = lambda message, *_, **__: print(f"Warning: {message}", file=sys.stderr)
     # Tokens are read where they lie: there is nothing to load in parallel.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     # Hydra has made the folder.
