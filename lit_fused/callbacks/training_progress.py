@@ -8,16 +8,17 @@ import lightning as L
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
-from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, ProgressColumn, Task, TimeRemainingColumn
 from rich.text import Text
 
-_SHORT = {  # of what is shown: name and format, before or after the number
-    "train/loss": "loss {:.3f}",
-    "val/loss": "val loss {:.3f}",
-    "throughput/tokens_per_sec": "{:,.0f} tokens/s",
-    "throughput/mfu": "{:.1%} MFU",
-    "memory/peak_allocated_gib": "peak {:.2f} GiB",
+_SHORT = {  # name and format of what is known best
+    "train/loss": ("loss", ".3f"),
+    "val/loss": ("val loss", ".3f"),
+    "throughput/tokens_per_sec": ("tokens/s", ",.0f"),
+    "throughput/mfu": ("MFU", ".1%"),
+    "memory/peak_allocated_gib": ("peak GiB", ".2f"),
 }
+_HIDDEN = {"v_num", "val/perplexity"}
 _EVERY_SECONDS = 10.0
 
 
@@ -40,31 +41,34 @@ def total_steps(trainer: L.Trainer) -> float:
     return float("inf") if steps == -1 else steps
 
 
-def _in_words(metrics: dict[str, Any]) -> list[str]:
-    """Return what a bar or a line shows of the metrics with ``prog_bar=True``: the best known ones, then others."""
-    found = [text.format(metrics[name]) for name, text in _SHORT.items() if isinstance(metrics.get(name), int | float)]
-    hidden = (*_SHORT, "v_num", "val/perplexity")
-    others = {name: value for name, value in metrics.items() if name not in hidden}
-    return found + [
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in others.items()
-    ]
+def _shown(metrics: dict[str, Any]) -> dict[str, str]:
+    """Return what a bar or a line shows of the metrics that are logged with ``prog_bar=True``."""
+    names = [*(name for name in _SHORT if name in metrics), *(metrics.keys() - _SHORT.keys() - _HIDDEN)]
+    looks = [(metrics[name], *_SHORT.get(name, (name, ".4g"))) for name in names]
+    return {short: f"{value:{spec}}" if isinstance(value, int | float) else str(value) for value, short, spec in looks}
 
 
-class _Epoch(ProgressColumn):
+class _Step(ProgressColumn):
+    """The step of the run in place of Lightning's "Epoch 0/-2", and its "Validation"."""
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        super().__init__()
+        self._trainer = trainer
+        self._end = f"/{total_steps(trainer):.0f}" if trainer.training and trainer.max_steps != -1 else ""
+
     def render(self, task: Task) -> Text:
-        return Text(task.description.partition("/")[0].strip())  # Lightning writes "Epoch 0/-2" without an end.
+        name = task.description.strip()
+        return Text(f"step {self._trainer.global_step}{self._end}" if name.startswith("Epoch") else name)
 
 
 class RunBar(RichProgressBar):
-    """Lightning's rich bar, with metrics as words that fit on a line."""
+    """Lightning's rich bar, with metrics that fit on a line."""
 
     def configure_columns(self, trainer: L.Trainer) -> list[Any]:
-        batches = TextColumn("{task.completed:.0f}/{task.total:.0f}")
-        return [_Epoch(), BarColumn(bar_width=20), batches, TimeRemainingColumn(compact=True)]
+        return [_Step(trainer), BarColumn(bar_width=20), TimeRemainingColumn(compact=True)]
 
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
-        words = _in_words(super().get_metrics(trainer, pl_module))
-        return {"": "  ".join(words)} if words else {}
+        return dict(_shown(super().get_metrics(trainer, pl_module)))
 
 
 class ProgressLines(ProgressBar):
@@ -72,7 +76,7 @@ class ProgressLines(ProgressBar):
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_on, self._next = True, 0.0
+        self._is_on, self._next, self._written = True, 0.0, 0
 
     def enable(self) -> None:
         self._is_on = True
@@ -89,10 +93,12 @@ class ProgressLines(ProgressBar):
             self._write(trainer, pl_module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._write(trainer, pl_module)
+        if self._written != trainer.global_step:
+            self._write(trainer, pl_module)
 
     def _write(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if self._is_on:
+            shown = _shown(self.get_metrics(trainer, module))
             step = f"step {trainer.global_step}/{total_steps(trainer):.0f}"
-            print(", ".join([step, *_in_words(self.get_metrics(trainer, module))]), flush=True)
-            self._next = time.monotonic() + _EVERY_SECONDS
+            print(", ".join([step, *(f"{name} {value}" for name, value in shown.items())]), flush=True)
+            self._next, self._written = time.monotonic() + _EVERY_SECONDS, trainer.global_step
