@@ -44,7 +44,7 @@ def total_steps(trainer: L.Trainer) -> float:
 def _shown(metrics: dict[str, Any]) -> dict[str, str]:
     """Return what a bar or a line shows of the metrics that are logged with ``prog_bar=True``."""
     names = [*(name for name in _SHORT if name in metrics), *(metrics.keys() - _SHORT.keys() - _HIDDEN)]
-    looks = [(metrics[name], *_SHORT.get(name, (name, ".4g"))) for name in names]
+    looks = [(metrics[name], *_SHORT.get(name, (name.replace("/", " "), ".4g"))) for name in names]
     return {short: f"{value:{spec}}" if isinstance(value, int | float) else str(value) for value, short, spec in looks}
 
 

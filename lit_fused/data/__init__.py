@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from lit_fused.data.encoding import TextEncoding
     from lit_fused.data.file_source import FileSource
     from lit_fused.data.hub_source import HubSource
+    from lit_fused.data.instruction_encoding import InstructionEncoding
     from lit_fused.data.interaction_data import InteractionDataModule
-    from lit_fused.data.pair_encoding import InstructionEncoding, PairEncoding
+    from lit_fused.data.pair_encoding import PairEncoding
     from lit_fused.data.preference_encoding import PreferenceEncoding
     from lit_fused.data.rollouts import RolloutDataModule
     from lit_fused.data.store import Encoded, TokenStore

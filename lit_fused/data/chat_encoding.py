@@ -1,109 +1,212 @@
-"""Encode conversations: what the chat template makes of them, with loss on the assistant's tokens only."""
+"""Encode conversations: the text that the chat template makes of them, with loss on the assistant's tokens only.
 
-from collections.abc import Mapping
+An answer's characters are those by which the conversation that ends with it is longer than the prompt for it
+(``add_generation_prompt=True``), so any template works; where a template marks its answers (``{% generation %}``),
+they are the ones that transformers reports. The tokenizer's offsets say which tokens have these characters.
+
+A template that writes an earlier answer otherwise than a last one (Qwen 3 drops its thoughts) makes several documents
+of a conversation: each up to one answer, as the model sees it when it gives that answer.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
-from transformers import AddedToken, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from lit_fused.data.chat_template import (
-    CHATML,
-    CHATML_TOKENS,
-    MESSAGES_COLUMNS,
-    ConversationRenderer,
-    Flags,
-    RenderedDocument,
-    Span,
+from lit_fused.data.chat_template import CHATML, CHATML_TOKENS, TemplatedEncoding, with_chat_template
+from lit_fused.data.conversations import (
+    FORMS,
+    LeftOut,
+    Message,
+    check_border,
+    column_of_messages,
     read_conversation,
-    wanted_tokens,
+    says,
 )
-from lit_fused.data.encoding import Encoder, RecordEncoding, context_and_answer, joined, leave_out
-from lit_fused.data.source import DocumentError
+from lit_fused.data.encoding import Encoder, context_and_answer, joined, leave_out
 from lit_fused.data.store import Encoded
 from lit_fused.data.tokenizer import MIN_VOCAB_SIZE
 from lit_fused.errors import UserError
 
-Tokens = tuple[npt.NDArray[np.int64], list[Span]]  # a text's tokens, and the characters of each
+Flags = npt.NDArray[np.bool_]  # of tokens, (n,)
+Span = tuple[int, int]  # of characters, the end exclusive
+_WRITES_ALL = "set data.chat_template to chatml, which writes all, or to a file"
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds them
 
 
 class ChatEncoder(Encoder["ChatEncoding"]):
     """Make a conversation's tokens as ``tokenizer.apply_chat_template`` does; loss is wanted on the assistant's.
 
     What the assistant says includes the token that ends its turn. Messages without anything to learn (empty answers)
-    are context. A conversation without any other is left out and counted; what follows the last answer is left out.
-    The tokenizer needs a chat template, and has to tell which characters a token holds.
+    are context. What follows the last answer is left out. UserError: the tokenizer has no chat template, or does not
+    tell which characters a token holds.
     """
 
     def __post_init__(self) -> None:
-        tokenizer = with_chat_template(self.tokenizer, self.encoding.chat_template)
+        tokenizer = with_chat_template(self.tokenizer, cast(str | None, self.encoding.chat_template))
         if not tokenizer.is_fast:
             raise UserError(
-                f"the tokenizer {tokenizer.name_or_path} ({type(tokenizer).__name__}) does not tell which characters a "
-                "token holds, without which the assistant's tokens cannot be found; use its fast version"
+                f"{type(tokenizer).__name__} does not tell which characters a token holds, without which the "
+                "assistant's tokens cannot be found; use a fast tokenizer"
             )
-        self._renderer = ConversationRenderer(tokenizer, self.encoding.template_kwargs)
-        self._added = np.array(sorted(tokenizer.added_tokens_decoder), dtype=np.int64)
+        self._options = {**tokenizer.special_tokens_map, **(self.encoding.template_kwargs or {})}
+        added = tokenizer.added_tokens_decoder
+        self._added = np.array(sorted(added), dtype=np.int64)
+        # Some tokenizers add line breaks (Gemma): those are text.
+        self._ends = tuple(token.content for token in added.values() if token.content.strip())
+        self._special = [token.content for token in added.values() if token.special and token.content.strip()]
 
     def __call__(self, documents: list[dict[str, Any]]) -> list[Encoded]:
+        return [self._record(record) for record in documents]
+
+    def _record(self, record: Mapping[str, Any]) -> Encoded:
         try:
-            column = self.encoding.messages_column
-            conversations = [self._renderer.documents(*read_conversation(record, column)) for record in documents]
-        except UserError as error:
-            raise DocumentError(str(error)) from error
-        tokens = iter(self._tokens([document.text for conversation in conversations for document in conversation]))
-        return [self._encode(conversation, [next(tokens) for _ in conversation]) for conversation in conversations]
+            return self.encode(*read_conversation(record, self.encoding.messages_column))
+        except LeftOut as reason:
+            return leave_out(f"left out: {reason}")
 
-    def _tokens(self, texts: list[str]) -> list[Tokens]:
-        if not texts:
-            return []
-        encoded = self.tokenize(texts, add_special_tokens=False, return_offsets_mapping=True)
-        arrays = [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
-        return list(zip(arrays, encoded["offset_mapping"], strict=True))
-
-    def _encode(self, conversation: list[RenderedDocument], tokens: list[Tokens]) -> Encoded:
-        if not conversation:
-            return leave_out("left out: the assistant says nothing")
-        notes = ["divided: the chat template rewrites earlier answers"] * (len(conversation) > 1)
-        if not all(document.stops for document in conversation):
-            notes.append("no token ends the answers: a model does not learn to stop")
-        parts: list[Encoded] = []
-        for document, (ids, offsets) in zip(conversation, tokens, strict=True):
-            fixed = np.isin(ids, self._added)
-            if document.follows_prompts and not self._are_as_given(document, (ids, offsets), fixed):
-                notes.append("divided: prompts are encoded otherwise with an answer behind them")
-                parts += [self._prompt_and_answer(document.text, *span) for span in document.wanted]
+    def encode(self, messages: list[Message], tools: list[Any] | None = None, first: int = 0) -> Encoded:
+        """Return the documents of a conversation with loss on the answers from message ``first`` on. LeftOut: it has
+        none, or the template does not write it so that they can be told from the rest."""
+        answers = [i for i in range(first, len(messages)) if says(messages[i])]
+        if not answers:
+            raise LeftOut("the assistant says nothing")
+        self._refuse_special_tokens(messages, tools)
+        template = self.tokenizer.get_chat_template(tools=tools)
+        render = self._marked_answer if _MARKS.search(template) else self._answer
+        rendered = {i: render(template, messages[: i + 1], tools) for i in answers}
+        parts, notes = list[Encoded](), list[str]()
+        for number, (last, text, spans) in enumerate(_documents(rendered)):
+            _refuse_lost(text, messages[: last + 1])
+            if tools and text == self._fill(template, messages[: last + 1], None)[0]:
+                raise LeftOut(f"the chat template leaves out the tools; {_WRITES_ALL}")
+            if number:
+                notes.append("divided: the chat template rewrites earlier answers")
+            if not text[: spans[-1][1]].endswith(self._ends):
+                notes.append("no token ends the answers: a model does not learn to stop")
+            tokens = self._tokens(text)
+            if render == self._marked_answer or all(self._follows_prompt(text, begin, tokens) for begin, _ in spans):
+                parts.append(Encoded(tokens[0], wanted_tokens(tokens[1], spans, np.isin(tokens[0], self._added))))
             else:
-                parts.append(Encoded(ids, wanted_tokens(offsets, document.wanted, fixed)))
+                notes.append("divided: prompts are encoded otherwise with an answer behind them")
+                parts += [self._prompt_and_answer(text, *span) for span in spans]
         fitted = [self.encoding.fit_block(part, self.block_size) for part in parts]
-        return joined(fitted, (*notes, *(note for part in fitted for note in part.notes)))
+        return joined(fitted, tuple(dict.fromkeys([*notes, *(note for part in fitted for note in part.notes)])))
 
-    def _are_as_given(self, document: RenderedDocument, tokens: Tokens, fixed: Flags) -> bool:
-        """Check that each prompt has the tokens that a model is given, and that no token crosses its border. Added
-        tokens divide a text: what precedes the last of them is encoded alike whatever follows."""
-        ids, (begins, ends) = tokens[0], np.array(tokens[1]).T
-        for begin, _ in document.wanted:
-            before = np.flatnonzero(fixed & (begins < begin))
-            first = int(before[-1]) if len(before) else 0
-            ((tail, _),) = self._tokens([document.text[begins[first] if len(before) else 0 : begin]])
-            there = slice(first, first + len(tail))
-            # A fixed token may reach further: it swallows the white space after it, in a prompt as well.
-            if not np.array_equal(ids[there], tail) or (~fixed[there] & (ends[there] > begin)).any():
-                return False
-        return True
+    # --- text ---
+
+    def _answer(self, template: str, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[Span]]:
+        """Return the text of the messages, and the characters of the last of them, the answer."""
+        text, _ = self._fill(template, messages, tools)
+        prompt, _ = self._fill(template, messages[:-1], tools, add_generation_prompt=True)
+        if not text.startswith(prompt):
+            raise LeftOut(
+                "the chat template does not write an answer behind its prompt; give it what it lacks "
+                "(reasoning_content, data.template_kwargs='{enable_thinking: false}') or set data.chat_template"
+            )
+        # The turn ends behind its last token, and before a line break of the template.
+        stripped = text.rstrip()
+        end = len(stripped) if stripped.endswith(self._ends) else len(text)
+        if end <= len(prompt):
+            raise LeftOut("the chat template writes nothing of an answer")
+        _refuse_lost(text[len(prompt) : end], messages[-1:])
+        return text, [(len(prompt), end)]
+
+    def _marked_answer(self, template: str, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[Span]]:
+        """Do the same by the template's marks. The special token behind them ends the turn, and is learned."""
+        text, spans = self._fill(template, messages, tools)
+        earlier = self._fill(template, messages[:-1], tools)[1] if len(messages) > 1 else []
+        if len(spans) <= len(earlier):
+            raise LeftOut("the chat template marks nothing of an answer with {% generation %}")
+        *spans, (begin, end) = spans[len(earlier) :]
+        behind = next((token for token in self._special if text.startswith(token, end)), "")
+        return text, [*spans, (begin, end + len(behind))]
+
+    def _fill(
+        self, template: str, messages: list[Message], tools: list[Any] | None, *, add_generation_prompt: bool = False
+    ) -> tuple[str, list[Span]]:
+        """Return what the template writes, and the characters that it marks. The template runs in a sandbox."""
+        options = {"return_assistant_tokens_mask": bool(_MARKS.search(template)), **self._options}
+        options |= {"chat_template": template, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        try:
+            (text,), spans = cast(Any, render_jinja_template)([messages], **options)
+        except Exception as error:  # A template is a program: it raises what it likes.
+            raise LeftOut(f"the chat template refuses it: {str(error)[:100]}") from error
+        return str(text), spans[0] if spans else []
+
+    def _refuse_special_tokens(self, messages: list[Message], tools: list[Any] | None) -> None:
+        said = json.dumps([messages, tools], ensure_ascii=False, default=str)
+        for token in (token for token in self._special if token in said):
+            raise LeftOut(f"a message spells out the special token {token}, which would be encoded as that token")
+
+    # --- tokens ---
+
+    def _tokens(self, text: str) -> tuple[npt.NDArray[np.int64], list[Span]]:
+        """Return the tokens of a text, (n,), and the characters of each."""
+        encoded = self.tokenize([text], add_special_tokens=False, return_offsets_mapping=True)
+        return np.asarray(encoded["input_ids"][0], dtype=np.int64), encoded["offset_mapping"][0]
+
+    def _follows_prompt(self, text: str, begin: int, tokens: tuple[npt.NDArray[np.int64], list[Span]]) -> bool:
+        """Return whether the prompt has the tokens that a model is given. Added tokens divide a text: what precedes the
+        last of them is encoded alike whatever follows."""
+        ids, begins = tokens[0], np.array([span[0] for span in tokens[1]])
+        before = np.flatnonzero(np.isin(ids, self._added) & (begins < begin))
+        start = int(before[-1]) if len(before) else 0
+        tail, _ = self._tokens(text[begins[start] if start else 0 : begin])
+        return np.array_equal(ids[start : start + len(tail)], tail)
 
     def _prompt_and_answer(self, text: str, begin: int, end: int) -> Encoded:
         """Encode the prompt as a model is given it, and the answer alone."""
-        parts = text[:begin], text[begin:end], text[:end]
-        prompt, answer, whole = (ids.tolist() for ids, _ in self._tokens([*parts]))
-        self.check_border(parts[0], parts[1], prompt + answer, whole)
+        prompt, answer, whole = (self._tokens(part)[0].tolist() for part in (text[:begin], text[begin:end], text[:end]))
+        check_border(self.tokenizer, text[:begin], text[begin:end], prompt + answer, whole)
         return context_and_answer(prompt, answer)
 
 
+def _documents(rendered: Mapping[int, tuple[str, list[Span]]]) -> Iterator[tuple[int, str, list[Span]]]:
+    """Yield the documents that hold all answers: the number of the last message, the text, the answers' characters."""
+    left, found = dict(rendered), []
+    while left:
+        last = max(left)
+        text = left[last][0]
+        inside = [i for i in left if text.startswith(left[i][0])]
+        found.append((last, text, [span for i in inside for span in left.pop(i)[1]]))
+    return reversed(found)
+
+
+def wanted_tokens(offsets: Sequence[Span], spans: Sequence[Span], fixed: Flags) -> Flags:
+    """Return which tokens (n,) have a character in one of the ordered ``spans``.
+
+    ``offsets`` are the characters of each token. A character of several tokens wants them all. A token that holds the
+    end of the prompt and the beginning of an answer is the answer's, unless it is a ``fixed`` one (n,): an added token,
+    which may swallow white space around it.
+    """
+    begins, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
+    # A tokenizer that trims its offsets gives a token of white space none of its characters: those since the last one.
+    reached = np.maximum.accumulate(np.concatenate([[0], ends[:-1]])) if len(ends) else ends
+    begins = np.where(begins == ends, np.minimum(begins, reached), begins)
+    wanted = np.zeros(len(begins), dtype=bool)
+    for begin, end in spans:
+        wanted |= (begins < end) & (ends > begin) & ~(fixed & (begins < begin))
+    return wanted
+
+
+def _refuse_lost(text: str, messages: list[Message]) -> None:
+    """Refuse a text without something that is said or called in the messages; thoughts may be left out."""
+    said = [message["content"].rpartition("</think>")[2].strip() for message in messages]
+    called = [call["function"]["name"] for message in messages for call in message.get("tool_calls", ())]
+    for what, parts in (("a message", said), ("a tool call", called)):
+        if any(part not in text and json.dumps(part, ensure_ascii=False)[1:-1] not in text for part in parts):
+            raise LeftOut(f"the chat template leaves out {what}; {_WRITES_ALL}")
+
+
 @dataclass(frozen=True)
-class ChatEncoding(RecordEncoding):
+class ChatEncoding(TemplatedEncoding):
     """Documents are conversations, with loss on what the assistant says.
 
     A record is ``{"messages": [{"role", "content"}, ...]}``, perhaps with ``"tools"``, or ShareGPT's
@@ -111,9 +214,8 @@ class ChatEncoding(RecordEncoding):
 
     Attributes:
         messages_column: The column of the messages where it has another name.
-        chat_template: None: the tokenizer's own. Or "chatml", or a file with a template (Jinja). A tokenizer that is
+        chat_template, template_kwargs: See :class:`lit_fused.data.chat_template.TemplatedEncoding`. A tokenizer that is
             trained on the conversations has ChatML.
-        template_kwargs: What else the template reads, such as ``{"enable_thinking": False}``.
     """
 
     kind = "chat"
@@ -121,62 +223,22 @@ class ChatEncoding(RecordEncoding):
     min_vocab_size = MIN_VOCAB_SIZE + len(CHATML_TOKENS)
 
     messages_column: str | None = None
-    chat_template: str | Path | None = None
-    template_kwargs: Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "template_kwargs", dict(self.template_kwargs or {}))
 
     @property
     def columns(self) -> list[str]:
-        return [*([self.messages_column] if self.messages_column else MESSAGES_COLUMNS), "tools", "functions"]
+        return [*([self.messages_column] if self.messages_column else FORMS), "tools", "functions"]
 
-    def fingerprint(self, block_size: int, *, trained: bool = False) -> dict[str, Any]:
-        names = ("too_long", "messages_column", "template_kwargs")
-        options = {"block_size": block_size} | {name: getattr(self, name) for name in names}
-        if trained:
-            options["chat_template"] = self._template
-        return {"encoder": "chat", "version": 2, **options}
+    def form(self, columns: Sequence[str]) -> str:
+        """Return the name of the form that records with these columns have. UserError: they hold no conversations."""
+        column = column_of_messages(columns, self.messages_column)
+        return f"{FORMS.get(column, 'conversations')} in the column {column}"
 
-    @property
-    def _template(self) -> str:
-        return CHATML if self.chat_template is None else read_chat_template(self.chat_template)
-
-    def training_texts(self, document: dict[str, Any]) -> list[str]:
+    def training_texts(self, document: Mapping[str, Any]) -> list[str]:
         messages, _ = read_conversation(document, self.messages_column)
-        return [message["content"] for message in messages if message.get("content")]
+        return [message["content"] for message in messages if message["content"]]
 
     def train(self, documents: list[dict[str, Any]], vocab_size: int) -> PreTrainedTokenizerBase:
         tokenizer = super().train(documents, vocab_size - len(CHATML_TOKENS))
         tokenizer.add_special_tokens({"extra_special_tokens": [CHATML_TOKENS[0]], "eos_token": CHATML_TOKENS[1]})
-        tokenizer.chat_template = self._template
+        tokenizer.chat_template = str(self.chat_template or CHATML)
         return tokenizer
-
-
-def with_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | Path | None) -> PreTrainedTokenizerBase:
-    """Return ``tokenizer`` with its own chat template (None), ours ("chatml"), or that of a file. ChatML's two tokens
-    are added to a tokenizer that lacks them; the model's vocabulary grows with it."""
-    if chat_template is None:
-        return tokenizer
-    tokenizer.chat_template = read_chat_template(chat_template)
-    if tokenizer.chat_template == CHATML:
-        missing = [token for token in CHATML_TOKENS if token not in tokenizer.get_vocab()]
-        tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
-        tokenizer.eos_token = CHATML_TOKENS[1]  # generation stops there
-    return tokenizer
-
-
-def read_chat_template(chat_template: str | Path) -> str:
-    """Return the text of a template: ours for "chatml", else that of the file."""
-    path = Path(chat_template).expanduser()
-    try:
-        if chat_template == "chatml":
-            return CHATML
-        if path.is_file() or not path.exists():  # no pipe, which might never end
-            return path.read_text(encoding="utf-8")
-        raise OSError("it is no regular file")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"data.chat_template must be chatml or a file with a Jinja template; {path} cannot be read: {error}"
-        ) from error

@@ -1,4 +1,4 @@
-"""Conversations: the assistant's tokens and no others are learned, whatever the template, or it is refused."""
+"""Conversations: the assistant's tokens and no others are learned, whatever the template, or they are left out."""
 
 import itertools
 import json
@@ -25,10 +25,9 @@ from chat_templates import (
 from transformers import ByT5Tokenizer
 
 from lit_fused.data import ChatEncoding
-from lit_fused.data.chat_encoding import ChatEncoder, with_chat_template
-from lit_fused.data.chat_template import CHATML, ConversationRenderer
-from lit_fused.data.source import DocumentError
-from lit_fused.data.store import Encoded, TokenStore
+from lit_fused.data.chat_encoding import ChatEncoder
+from lit_fused.data.chat_template import CHATML, with_chat_template
+from lit_fused.data.store import Encoded
 from lit_fused.data.tokenizer import train_tokenizer
 from lit_fused.errors import UserError
 
@@ -56,6 +55,13 @@ def documents(tokenizer, messages, block_size=10_000, **options):
     starts = (0, *ends[:-1])
     wanted = wanted_of(encoded)
     return [(encoded.tokens[a:b], wanted[a:b]) for a, b in zip(starts, ends, strict=True)]
+
+
+def why_left_out(tokenizer, messages, **record):
+    (encoded,) = ChatEncoder(tokenizer, 10_000, ChatEncoding())([{"messages": messages, **record}])
+    assert not len(encoded.tokens)
+    (note,) = encoded.notes
+    return note
 
 
 def runs(tokenizer, tokens, wanted):
@@ -138,27 +144,6 @@ def test_a_mark_around_a_part_of_the_answer_leaves_the_rest_unlearned():
     tokenizer = make_tokenizer(template)
     ((tokens, wanted),) = documents(tokenizer, [says("user", "12"), says("assistant", "fox| jumps")])
     assert runs(tokenizer, tokens, wanted) == [" jumps<|im_end|>"]
-
-
-def test_marks_inside_a_macro_are_found():
-    template = (
-        "{% macro answer(text) %}{% generation %}{{ text }}{% endgeneration %}{% endmacro %}"
-        "{% for message in messages %}{{ message['role'] + ': ' }}"
-        "{% if message['role'] == 'assistant' %}{{ 'and so:' + answer(message['content']) }}"
-        "{% else %}{{ message['content'] }}{% endif %}<|im_end|>{% endfor %}"
-    )
-    tokenizer = make_tokenizer(template)
-    ((tokens, wanted),) = documents(tokenizer, [says("user", "12"), says("assistant", "fox"), says("user", "lazy")])
-    assert runs(tokenizer, tokens, wanted) == ["fox<|im_end|>"]
-
-
-def test_marks_whose_surroundings_change_with_them_are_refused():
-    template = (
-        "{% macro answer(text) %}{% generation %}{{ text }}{% endgeneration %}{% endmacro %}"
-        "{% for message in messages %}{{ message['role'] + ': ' + (answer(message['content']) | trim) }}{% endfor %}"
-    )
-    with pytest.raises(DocumentError, match="marks cannot be followed"):
-        documents(make_tokenizer(template), [says("user", "12"), says("assistant", "fox ")])
 
 
 def test_white_space_around_marks_is_taken_away_as_the_template_says():
@@ -259,30 +244,16 @@ def test_where_an_answer_changes_its_prompts_tokens_they_are_encoded_apart(templ
     assert encoded.notes == ("divided: prompts are encoded otherwise with an answer behind them",)
 
 
-def test_a_template_that_passes_over_what_is_said_is_refused():
+def test_what_a_template_passes_over_is_not_learned():
     without_answers = CHATML_UNMARKED.replace("message['content']", "(message['content'] if loop.first else 'hm')")
-    with pytest.raises(DocumentError, match=r"leaves out what message 2 \(assistant\) says"):
-        documents(make_tokenizer(without_answers), [says("user", "12"), says("assistant", "fox")])
+    note = why_left_out(make_tokenizer(without_answers), [says("user", "12"), says("assistant", "fox")])
+    assert note.startswith("left out: the chat template leaves out a message; set data.chat_template to chatml")
 
 
-def test_the_documents_of_one_conversation_are_apart_in_the_store(tmp_path):
-    tokenizer = make_tokenizer(MISTRAL_SYSTEM)
-    turns = [says("user", "12"), says("assistant", "fox"), says("user", "30"), says("assistant", "dog")]
-    conversation = {"messages": [says("system", "Be brief"), *turns]}
-    encoded = ChatEncoder(tokenizer, 100, ChatEncoding())([conversation, conversation])
-    assert encoded[0].notes == ("divided: the chat template rewrites earlier answers",)
-    store = TokenStore.write(tmp_path / "store", encoded, len(tokenizer))
-    expected = documents(tokenizer, conversation["messages"]) * 2
-    assert store.ends.tolist() == np.cumsum([len(tokens) for tokens, _ in expected]).tolist()
-    tokens, wanted = store.read(0, store.num_tokens)
-    assert tokens.tolist() == np.concatenate([tokens for tokens, _ in expected]).tolist()
-    assert wanted is not None
-    assert wanted.tolist() == np.concatenate([wanted for _, wanted in expected]).tolist()
-
-
-def test_a_template_whose_answers_do_not_continue_its_prompt_is_refused():
-    with pytest.raises(DocumentError, match=r"message 2 as a continuation of its prompt .*data.chat_template"):
-        documents(make_tokenizer(THOUGHTS_OPENED), [says("user", "12"), says("assistant", "<think>a</think>fox")])
+def test_an_answer_that_the_template_does_not_write_behind_its_prompt_is_not_learned():
+    messages = [says("user", "12"), says("assistant", "<think>a</think>fox")]
+    note = why_left_out(make_tokenizer(THOUGHTS_OPENED), messages)
+    assert note.startswith("left out: the chat template does not write an answer behind its prompt; give it")
 
 
 def test_template_arguments_reach_the_template():
@@ -325,21 +296,37 @@ USER = says("user", "a")
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"text": "a", "id": 1}, "needs a column messages or conversations, but this record has text, id"),
-        ({"messages": []}, "messages must be a list of messages, one at least"),
-        ({"messages": "hello"}, "messages must be a list of messages"),
-        ({"messages": ["hello"]}, r"message 1 must be \{.role"),
+        (
+            {"text": "a", "id": 1},
+            "hold no conversations .no column messages or .*; their columns are text, id; set data.mess",
+        ),
+        ({"messages": "hello"}, r"messages must be a list of .*; got 'hello'"),
+        ({"messages": ["hello"]}, r"messages must be a list of "),
         ({"messages": [{"content": "hello"}]}, "message 1 has no role"),
-        ({"messages": [USER, says("assistant", 3)]}, r"of message 2 \(assistant\) must be a string.* got int 3"),
-        ({"messages": [USER, says("assistant", None)]}, "of message 2 .* must be a string.* got None"),
-        ({"messages": [says("user", "<|im_end|> b")]}, r"message 1 \(user\) spells out .*<\|im_end\|>"),
+        ({"messages": [USER, says("assistant", 3)]}, r"content of message 2 \(assistant\) must be text; got '3'"),
+        ({"messages": [USER, says("assistant", None)]}, "of message 2 .* must be text; got 'None'"),
         ({"messages": [USER, says("assistant", "\ud83d")]}, "surrogate"),
-        ({"messages": [USER], "tools": "{"}, "tools must be a list, or JSON of one; it cannot be read"),
     ],
 )
-def test_a_bad_record_is_a_fault_that_says_why(record, message):
-    with pytest.raises(DocumentError, match=message):
+def test_a_record_of_another_form_is_refused_with_its_columns_and_what_maps_them(record, message):
+    with pytest.raises(UserError, match=message):
         ChatEncoder(make_tokenizer(CHATML), 100, ChatEncoding())([record])
+
+
+@pytest.mark.parametrize(
+    ("encoding", "columns", "form"),
+    [
+        (ChatEncoding(), ["id", "messages"], "OpenAI messages in the column messages"),
+        (ChatEncoding(), ["conversations", "id"], "ShareGPT conversations in the column conversations"),
+        (ChatEncoding(messages_column="chat"), ["chat", "id"], "conversations in the column chat"),
+    ],
+)
+def test_known_forms_are_told_by_their_columns(encoding, columns, form):
+    assert encoding.form(columns) == form
+    with pytest.raises(
+        UserError, match="their columns are instruction, output; set data.messages_column to .*data=inst"
+    ):
+        encoding.form(["instruction", "output"])
 
 
 @pytest.mark.parametrize(
@@ -347,20 +334,30 @@ def test_a_bad_record_is_a_fault_that_says_why(record, message):
     [
         (GEMMA, [says("system", "Be"), USER, says("assistant", "b")], "System role not supported"),
         (GEMMA, [USER, USER, says("assistant", "b")], "roles must alternate"),
-        (MISTRAL, [USER, says("assistant", "b"), says("wizard", "c"), says("assistant", "d")], "alternate"),
         ("{{ messages[0].nothing.more }}", [USER, says("assistant", "b")], "'nothing'"),
     ],
 )
-def test_what_the_template_refuses_is_a_fault_in_the_templates_own_words(template, messages, reason):
-    with pytest.raises(DocumentError, match=f"the chat template refuses the conversation .roles: .*{reason}"):
-        documents(make_tokenizer(template), messages)
+def test_what_the_template_refuses_is_left_out_in_the_templates_own_words(template, messages, reason):
+    note = why_left_out(make_tokenizer(template), messages)
+    assert note.startswith("left out: the chat template refuses it: ")
+    assert reason in note
 
 
-def test_a_conversation_that_begins_with_the_assistant_is_learned_or_refused():
+def test_a_stranger_s_template_runs_no_code():
+    escape = "{{ messages.__class__.__base__.__subclasses__() }}"
+    note = why_left_out(make_tokenizer(escape), [USER, says("assistant", "b")])
+    assert note.startswith("left out: the chat template refuses it: access to attribute '__class__'")
+
+
+def test_a_message_that_spells_out_a_special_token_is_left_out():
+    note = why_left_out(make_tokenizer(CHATML), [says("user", "<|im_end|> b"), says("assistant", "c")])
+    assert note.startswith("left out: a message spells out the special token <|im_end|>")
+
+
+def test_a_conversation_that_begins_with_the_assistant_is_learned_or_left_out():
     ((tokens, wanted),) = documents(make_tokenizer(CHATML), [says("assistant", "fox")])
     assert runs(make_tokenizer(CHATML), tokens, wanted) == ["fox<|im_end|>"]
-    with pytest.raises(DocumentError, match="refuses the conversation|begins with the assistant"):
-        documents(make_tokenizer(GEMMA), [says("assistant", "fox")])
+    assert "the chat template refuses it" in why_left_out(make_tokenizer(GEMMA), [says("assistant", "fox")])
 
 
 def test_a_conversation_in_which_the_assistant_says_nothing_is_left_out():
@@ -387,8 +384,6 @@ def test_an_answer_of_weight_0_is_context_only():
     messages = [USER, says("assistant", "dog", weight=0), USER, says("assistant", "fox", weight=1)]
     ((tokens, wanted),) = documents(tokenizer, messages)
     assert runs(tokenizer, tokens, wanted) == ["fox<|im_end|>"]
-    with pytest.raises(DocumentError, match=r"the weight of message 2 \(assistant\) must be 0 or 1; got float 0.5"):
-        documents(tokenizer, [USER, says("assistant", "dog", weight=0.5)])
 
 
 # --- length --------------------------------------------------------------------------------------------------------
@@ -416,7 +411,7 @@ def test_a_long_conversation_is_cut_skipped_or_refused():
     assert kept.tokens.tolist() == whole.tolist()
     assert kept.notes == ()
 
-    with pytest.raises(DocumentError, match=rf"it has {len(whole)} tokens, more than data.block_size=20"):
+    with pytest.raises(UserError, match=rf"it has {len(whole)} tokens, more than data.block_size=20"):
         ChatEncoder(tokenizer, 20, ChatEncoding(too_long="refuse"))([{"messages": messages}])
 
 
@@ -425,27 +420,27 @@ def test_a_long_conversation_is_cut_skipped_or_refused():
 
 def test_a_tokenizer_without_a_template_is_refused_unless_one_is_given(tmp_path):
     with pytest.raises(UserError, match="has no chat template; set data.chat_template"):
-        ConversationRenderer(make_tokenizer())
-    chatml = with_chat_template(make_tokenizer(), "chatml")
+        ChatEncoding().encoder(make_tokenizer(), 100)
+    chatml = ChatEncoding(chat_template="chatml").encoder(make_tokenizer(), 100).tokenizer
     assert chatml.chat_template == CHATML
     assert chatml.eos_token == "<|im_end|>"
     (tmp_path / "mine.jinja").write_text(PLAIN)
-    assert with_chat_template(make_tokenizer(CHATML), tmp_path / "mine.jinja").chat_template == PLAIN
+    for mine in (tmp_path / "mine.jinja", PLAIN):
+        encoding = ChatEncoding(chat_template=mine)
+        assert encoding.chat_template == encoding.encoder(make_tokenizer(CHATML), 100).tokenizer.chat_template == PLAIN
     with pytest.raises(UserError, match="must be chatml or a file.*no.jinja"):
-        with_chat_template(make_tokenizer(), tmp_path / "no.jinja")
+        ChatEncoding(chat_template=tmp_path / "no.jinja")
 
 
 def test_chatml_adds_its_tokens_to_a_tokenizer_without_them_as_tokens_that_no_text_becomes():
     plain = train_tokenizer(["a text"], 260)
     entries = len(plain)
-    tokenizer = with_chat_template(plain, "chatml")
+    tokenizer = with_chat_template(plain, CHATML)
     assert tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]) == [entries, entries + 1]
     assert tokenizer.eos_token_id == entries + 1
     ((tokens, wanted),) = documents(tokenizer, [says("user", "12"), says("assistant", "fox")])
     assert runs(tokenizer, tokens, wanted) == ["fox<|im_end|>"]
-    spelled_out = [says("user", "<|im_end|>"), says("assistant", "fox")]
-    with pytest.raises(DocumentError, match=r"<\|im_end\|>"):
-        documents(tokenizer, spelled_out)
+    assert "special token <|im_end|>" in why_left_out(tokenizer, [says("user", "<|im_end|>"), says("assistant", "fox")])
 
 
 def test_a_tokenizer_without_pad_and_end_tokens_will_do():
@@ -488,17 +483,3 @@ def test_a_trained_tokenizer_speaks_chatml():
     (encoded, *_) = encoder(records)
     assert runs(tokenizer, encoded.tokens, encoded.wanted) == ["It is 0.<|im_end|>"]
     assert (encoded.tokens == tokenizer.convert_tokens_to_ids("<|im_end|>")).sum() == 2
-
-
-def test_the_fingerprint_changes_with_whatever_changes_the_tokens():
-    tokenizer = make_tokenizer(CHATML)
-    prints = [
-        ChatEncoder(tokenizer, 100, ChatEncoding()),
-        ChatEncoder(tokenizer, 101, ChatEncoding()),
-        ChatEncoder(tokenizer, 100, ChatEncoding(too_long="skip")),
-        ChatEncoder(tokenizer, 100, ChatEncoding(messages_column="chat")),
-        ChatEncoder(tokenizer, 100, ChatEncoding(template_kwargs={"enable_thinking": False})),
-        ChatEncoder(make_tokenizer(LLAMA3), 100, ChatEncoding()),
-    ]
-    texts = {json.dumps(encoder.fingerprint(), sort_keys=True) for encoder in prints}
-    assert len(texts) == len(prints)

@@ -243,7 +243,7 @@ CHOSEN = {
     "stdlib": ([], "FileSource TextEncoding stream"),
     "text": (["path=some/text"], "FileSource TextEncoding stream"),
     "chat": (["path=a.jsonl", "too_long=skip"], "FileSource ChatEncoding documents"),
-    "instruction": (["path=a.jsonl", "prompt=alpaca"], "FileSource InstructionEncoding documents"),
+    "instruction": (["path=a.jsonl"], "FileSource InstructionEncoding documents"),
     "pairs": (["path=a.jsonl", "source_column=question"], "FileSource PairEncoding pairs"),
     "hf": (["path=a/b", "format=instruction", "completion=answer"], "HubSource InstructionEncoding documents"),
     "tokens": (["path=some.bin", "vocab_size=50257"], "TokenArrays NoneType stream"),

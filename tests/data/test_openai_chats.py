@@ -1,15 +1,14 @@
-"""OpenAI's chats: lists of parts, empty contents, tool calls and tools reach the text, or the chat is refused."""
+"""OpenAI's chats: lists of parts, empty contents, tool calls and tools reach the text, or the chat is left out."""
 
 import json
 from typing import Any
 
 import pytest
-from chat_templates import CHATML_UNMARKED, PARTS, make_tokenizer
+from chat_templates import CHATML_UNMARKED, make_tokenizer
 
 from lit_fused.data import ChatEncoding
 from lit_fused.data.chat_encoding import ChatEncoder
 from lit_fused.data.chat_template import CHATML
-from lit_fused.data.source import DocumentError
 
 # As Qwen 2.5's and Hermes's: tools and calls as JSON, arguments as a mapping, no content where there is none.
 HERMES = (
@@ -23,14 +22,6 @@ HERMES = (
     "{{ '}</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# As DeepSeek V3's: calls where the content is none, arguments as a string, a content beside them is left out.
-DEEPSEEK = (
-    "{% for message in messages %}{% if message['role'] == 'assistant' and message['content'] is none %}"
-    "{{ '<|im_start|>assistant\n' }}{% for call in message['tool_calls'] %}"
-    "{{ call['function']['name'] + '\n```json\n' + call['function']['arguments'] + '\n```' }}{% endfor %}"
-    "{{ '<|im_end|>\n' }}{% else %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 # As Llama 3.1's: one call, whose content is left out, and what the tool says is JSON.
 LLAMA31 = (
     "{% for message in messages %}{% if 'tool_calls' in message %}{% if message.tool_calls | length != 1 %}"
@@ -43,13 +34,6 @@ LLAMA31 = (
     "{{ '<|eot_id|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
-# It prints whatever the content is, also None, and knows no tools.
-PRINTS = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{{ message.content }}"
-    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-PRINTS_CALLS = PRINTS.replace("{{ '<|im_end|>", "{{ message.tool_calls | tojson if message.tool_calls }}{{ '<|im_end|>")
-
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": {}}}]
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo", "days": 2}'}}
 USER = {"role": "user", "content": "weather in Oslo, 2 days"}
@@ -66,6 +50,8 @@ def encoded(template, messages, **record):
     """The text of a conversation, and what is learned of it."""
     tokenizer = make_tokenizer(template)
     (one,) = ChatEncoder(tokenizer, 10_000, ChatEncoding())([{"messages": messages, **record}])
+    if not len(one.tokens):
+        return "", one.notes[0]
     assert one.wanted is not None
     return str(tokenizer.decode(one.tokens)), str(tokenizer.decode(one.tokens[one.wanted]))
 
@@ -75,7 +61,7 @@ def encoded(template, messages, **record):
     ("template", "learned"),
     [
         (HERMES, '\n<tool_call>{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}</tool_call><|im_end|>'),
-        (DEEPSEEK, 'weather\n```json\n{"city": "Oslo", "days": 2}\n```<|im_end|>'),
+        (CHATML, '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call><|im_end|>'),
         (LLAMA31, '{"name": "weather", "parameters": {"city": "Oslo", "days": 2}}<|eot_id|>'),
     ],
 )
@@ -92,7 +78,7 @@ def test_a_call_is_learned_as_the_template_writes_it_whatever_stands_for_no_cont
 @pytest.mark.parametrize("arguments", ['{"city": "Oslo", "days": 2}', {"city": "Oslo", "days": 2}])
 def test_arguments_as_json_and_as_a_mapping_are_one_call(arguments):
     call = {**CALL, "function": {"name": "weather", "arguments": arguments}}
-    for template in (HERMES, DEEPSEEK, LLAMA31):
+    for template in (CHATML, HERMES, LLAMA31):
         assert encoded(template, conversation(tool_calls=[call])) == encoded(template, conversation())
 
 
@@ -107,62 +93,47 @@ def test_the_older_function_call_is_a_tool_call():
 def test_parts_of_text_are_the_text():
     parts = [{"type": "text", "text": "weather in "}, {"type": "text", "text": "Oslo, 2 days"}]
     in_parts = [{**USER, "content": parts}, {**ANSWER, "content": [{"type": "text", "text": "dry"}]}]
-    for template in (CHATML, CHATML_UNMARKED, HERMES, PRINTS):
+    for template in (CHATML, CHATML_UNMARKED, HERMES):
         assert encoded(template, in_parts) == encoded(template, [USER, ANSWER])
 
 
-@pytest.mark.parametrize("content", ["12 fox", [{"type": "text", "text": "12 fox"}]])
-def test_a_template_that_takes_parts_only_is_given_parts(content):
-    text, wanted = encoded(PARTS, [{"role": "user", "content": content}, {"role": "assistant", "content": "dog"}])
-    assert (text, wanted) == ("User:12 fox<|end|>Assistant:dog<|end|>", "dog<|end|>")
-
-
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
-def test_a_part_that_is_no_text_is_refused_by_its_kind(kind):
-    with pytest.raises(DocumentError, match=f"message 1 has a part of type {kind}; only parts of text"):
-        encoded(CHATML, [{"role": "user", "content": [{"type": kind, kind: {"url": "x"}}]}, ANSWER])
+def test_a_message_with_a_part_that_is_no_text_is_left_out(kind):
+    messages = [{"role": "user", "content": [{"type": kind, kind: {"url": "x"}}]}, ANSWER]
+    assert encoded(CHATML, messages) == ("", f"left out: a message has a part of type {kind}, and only text is learned")
 
 
-@pytest.mark.parametrize("content", [None, ""])
-@pytest.mark.parametrize("template", [CHATML, CHATML_UNMARKED, PRINTS])
-def test_a_template_that_drops_calls_is_refused(template, content):
-    with pytest.raises(DocumentError, match=r"leaves out the tool call weather of message 2 \(assistant\); set data"):
-        encoded(template, conversation(content))
-
-
-def test_a_template_that_drops_what_stands_beside_a_call_or_what_a_tool_says_is_refused():
-    with pytest.raises(DocumentError, match=r"leaves out the content of message 2 \(assistant\)"):
-        encoded(LLAMA31, conversation("Let me look"))
+def test_what_a_template_drops_is_not_learned():
+    of_calls = "left out: the chat template leaves out a tool call; set data.chat_template to chatml"
+    assert encoded(CHATML_UNMARKED, conversation())[1].startswith(of_calls)
+    beside_a_call = encoded(LLAMA31, conversation("Let me look"))[1]
+    assert beside_a_call.startswith("left out: the chat template leaves out a message;")
     without_results = HERMES.replace("+ message.content + '</tool", "+ '</tool")
-    with pytest.raises(DocumentError, match=r"leaves out the content of message 3 \(tool\)"):
-        encoded(without_results, conversation())
+    assert encoded(without_results, conversation())[1].startswith("left out: the chat template leaves out a message;")
+    for template in (CHATML_UNMARKED, LLAMA31):
+        of_tools = encoded(template, [{**USER, "content": "12"}, ANSWER], tools=TOOLS)[1]
+        assert of_tools.startswith("left out: the chat template leaves out the tools;")
 
 
-def test_tools_are_written_or_refused():
-    text, _ = encoded(HERMES, conversation(), tools=TOOLS)
-    assert text.startswith("<|im_start|>system\n" + json.dumps(TOOLS[0]) + "<|im_end|>")
-    for template in (CHATML, LLAMA31, DEEPSEEK):
-        with pytest.raises(DocumentError, match="leaves out the tools that the record offers"):
-            encoded(template, [USER, ANSWER], tools=TOOLS)
+def test_tools_calls_and_answers_of_tools_are_written_by_chatml_behind_the_systems_message():
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>'
+    system = {"role": "system", "content": "Be brief."}
+    text, learned = encoded(CHATML, [system, *conversation("Let me look.")], tools=TOOLS)
+    assert learned == f"Let me look.\n{call}<|im_end|>dry<|im_end|>"
+    assert text.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n\nYou may call one or more functions")
+    assert f"<tools>\n{json.dumps(TOOLS[0])}\n</tools>\n\nFor each function call" in text
+    assert text.endswith('<|im_start|>tool\n{"rain": "no"}<|im_end|>\n<|im_start|>assistant\ndry<|im_end|>\n')
+    assert text.count("Be brief.") == text.count("<|im_start|>system") == 1
+    two = [CALL, {**CALL, "id": "c2", "function": {"name": "news", "arguments": "{}"}}]
+    _, learned = encoded(CHATML, conversation(tool_calls=two), tools=TOOLS)
+    news = '<tool_call>\n{"name": "news", "arguments": {}}\n</tool_call>'
+    assert learned == f"{call}\n{news}<|im_end|>dry<|im_end|>"
 
 
-def test_nothing_of_python_is_written_where_a_template_prints_what_it_is_given():
-    text, _ = encoded(PRINTS_CALLS, conversation())
-    assert "None" not in text
-    assert "{'" not in text
-
-
-def test_two_calls_at_once_are_refused_in_the_templates_words_or_learned():
+def test_two_calls_at_once_are_left_out_in_the_templates_words_or_learned():
     calls = [CALL, {**CALL, "id": "c2", "function": {"name": "news", "arguments": "{}"}}]
-    with pytest.raises(DocumentError, match="only supports single tool-calls"):
-        encoded(LLAMA31, conversation(tool_calls=calls))
+    assert "only supports single tool-calls" in encoded(LLAMA31, conversation(tool_calls=calls))[1]
     assert '{"name": "news", "arguments": {}}' in encoded(HERMES, conversation(tool_calls=calls))[1]
-
-
-@pytest.mark.parametrize("calls", ["weather", [3], [{"function": {"arguments": "{}"}}]])
-def test_calls_of_another_shape_are_refused(calls):
-    with pytest.raises(DocumentError, match="tool_calls of message 2 must be a list of"):
-        encoded(HERMES, conversation(tool_calls=calls))
 
 
 def test_what_transformers_makes_of_the_conversation_is_learned():

@@ -105,13 +105,16 @@ def test_a_prompt_and_another_answer_fit_into_a_block_as_well(tmp_path):
         assert (batch["other_attention_mask"].sum(-1) <= 2).all()
 
 
-@pytest.mark.parametrize("form", ["prompt", "whole"])
+@pytest.mark.parametrize("form", ["prompt", "whole", "UltraFeedback", "prompt and whole"])
 def test_loss_is_on_the_last_answer_of_a_conversation_alone(tmp_path, form):
     records = []
     for n in range(8):
         before = [USER, {"role": "assistant", "content": "the lazy dog"}, {"role": "user", "content": f"and {n}?"}]
         given = {"prompt": before, "chosen": [GOOD], "rejected": [BAD]}
-        records.append(given if form == "prompt" else {"chosen": [*before, GOOD], "rejected": [*before, BAD]})
+        whole = {"chosen": [*before, GOOD], "rejected": [*before, BAD]}
+        text = {"prompt": before[-1]["content"]}
+        forms = {"prompt": given, "whole": whole, "UltraFeedback": text | whole, "prompt and whole": given | whole}
+        records.append(forms[form])
     module = module_of(tmp_path, records, block_size=128, chat_template="chatml")
     batch = next(iter(module.train_dataloader()))
     assert module.tokenizer is not None
@@ -120,18 +123,37 @@ def test_loss_is_on_the_last_answer_of_a_conversation_alone(tmp_path, form):
     assert all("the lazy dog" in module.tokenizer.decode(ids) for ids in batch["input_ids"])
 
 
+def test_a_text_beside_answers_that_are_messages_is_the_users_message():
+    records = [{"prompt": "How?", "chosen": [GOOD], "rejected": [BAD]}]
+    tokenizer = make_tokenizer()
+    (encoded,) = PreferenceEncoding(chat_template="chatml").encoder(tokenizer, 100)(records)
+    text = tokenizer.decode(encoded.tokens)
+    assert text.count("<|im_start|>user\nHow?<|im_end|>\n<|im_start|>assistant\n") == 2
+
+
+def test_known_forms_are_told_by_their_columns():
+    forms = {
+        "preferences, pairs of answers in the columns chosen, rejected": ["prompt", "chosen", "rejected", "id"],
+        "preferences, single answers in the columns completion": ["prompt", "completion", "label"],
+    }
+    for form, columns in forms.items():
+        assert PreferenceEncoding().form(columns) == form
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"prompt": "a", "chosen": " b"}, r"data.jsonl.*no column 'rejected'"),
-        ({"chosen": "a", "rejected": "b"}, "no column 'prompt'"),
-        ({"prompt": "a", "completion": "b"}, "no column 'label'"),
-        ({"prompt": "a", "completion": "b", "label": "yes"}, "'label' must be true or false; got 'yes'"),
-        ({"prompt": "a", "chosen": ["b"], "rejected": "c"}, "'prompt' and 'chosen' must both hold text"),
-        ({"chosen": [USER, GOOD], "rejected": [BAD]}, "do not begin with the same messages"),
+        (
+            {"prompt": "a", "chosen": " b"},
+            "hold no preferences .*; their columns are prompt, chosen; set data.prompt, ",
+        ),
+        ({"prompt": "a", "completion": "b"}, "their columns are prompt, completion; set .*data.label"),
+        ({"chosen": "a", "rejected": "b"}, "a prompt and its answers must be texts, or lists of messages"),
+        ({"prompt": "a", "chosen": ["b"], "rejected": "c"}, "must be texts, or lists of messages"),
+        ({"chosen": [USER, GOOD], "rejected": [BAD]}, "lists of messages that begin with the same ones"),
     ],
 )
-def test_a_record_that_is_no_preference_is_told_with_its_line(tmp_path, record, message):
+def test_a_record_of_another_form_is_refused_with_what_it_has(tmp_path, record, message):
     with pytest.raises(UserError, match=message):
         module_of(tmp_path, [*TEXTS[:3], record])
 

@@ -75,7 +75,7 @@ CASES: dict[str, tuple[Any, Any, list[dict[str, Any]]]] = {
     "skipped": (ChatEncoding(too_long="skip"), (QWEN3, "bytes"), CHATS),
     **{f"instruction {kind}": (InstructionEncoding(), (None, kind), TEXTS) for kind in ("bytes", "trimmed", "lines")},
     "instruction of SentencePiece": (InstructionEncoding(), (None, "metaspace"), [TEXTS[1], TEXTS[2]]),
-    "instruction of Alpaca": (InstructionEncoding(prompt="alpaca"), (None, "bytes"), ALPACA),
+    "instruction of Alpaca": (InstructionEncoding(), (None, "bytes"), ALPACA),
     "instruction in words": (InstructionEncoding("To {prompt}:"), (None, "bytes"), TEXTS),
     "preference of texts": (PreferenceEncoding(), (None, "bytes"), PREFERENCES),
     "preference of single answers": (PreferenceEncoding(), (None, "bytes"), SINGLE),

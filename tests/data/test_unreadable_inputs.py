@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from data_modules import hub_data, text_data, tokens_data
 
-from lit_fused.data import ChatEncoding, FileSource
+from lit_fused.data import FileSource
 from lit_fused.data.source import DocumentError
 from lit_fused.errors import UserError
 
@@ -33,7 +33,7 @@ def test_what_is_no_regular_file_is_refused_by_name(tmp_path, kind):
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     (corpus / "a.txt").write_text("a text\n" * 100)
-    for name in ("b.txt", "b.bin", "b.jsonl", "b.jinja"):
+    for name in ("b.txt", "b.bin", "b.jsonl"):
         if kind == "pipe":
             os.mkfifo(corpus / name)
         elif kind == "socket":
@@ -49,8 +49,6 @@ def test_what_is_no_regular_file_is_refused_by_name(tmp_path, kind):
     ):
         with pytest.raises(UserError, match=r"/b\.\w+ is no regular file but a folder, pipe, socket or device"):
             prepare(make, path, tmp_path / "cache", **options)
-    with pytest.raises(UserError, match="it is no regular file"):
-        ChatEncoding(chat_template=corpus / "b.jinja").fingerprint(8, trained=True)
 
 
 @pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")

@@ -1,0 +1,123 @@
+"""Read conversations: messages as OpenAI's files and as ShareGPT's have them, in the form that chat templates read."""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lit_fused.errors import UserError
+
+Message = dict[str, Any]  # "role", "content" (a string), perhaps "tool_calls" and what else a template reads
+
+# The columns that are known to hold messages, and the name of their form.
+FORMS = {"messages": "OpenAI messages", "conversations": "ShareGPT conversations", "conversation": "conversations"}
+# ShareGPT's names of the speakers.
+_ROLES = {"human": "user", "observation": "tool", "function_response": "tool"}
+_ROLES |= dict.fromkeys(("gpt", "chatgpt", "model", "bot", "function_call"), "assistant")
+
+
+class LeftOut(Exception):  # noqa: N818 (it is a reason, not a mistake)
+    """Says why a record of the right form is left out."""
+
+
+def unknown_form(what: str, columns: Iterable[str], options: str) -> UserError:
+    """Return the error for data whose columns no known form has; ``options`` map them."""
+    return UserError(f"these data hold no {what}; their columns are {', '.join(columns) or 'none'}; set {options}")
+
+
+def check_border(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str, tokens: list[int], whole: list[int]
+) -> None:
+    """Raise LeftOut unless ``tokens``, of a prompt and of an answer alone, say what those of both together do."""
+    if tokenizer.decode(tokens) != tokenizer.decode(whole):
+        raise LeftOut(
+            "the prompt's end and the completion's beginning share a token, and the tokenizer cannot encode the "
+            "completion alone; a space or a line break between them must be at the beginning of the completion"
+        )
+
+
+def column_of_messages(columns: Iterable[str], given: str | None = None) -> str:
+    """Return the column that holds the messages. UserError: there is none."""
+    columns = list(columns)
+    column = next((name for name in ([given] if given else FORMS) if name in columns), None)
+    if column is None:
+        hint = "data.messages_column to the one with the messages, or choose data=instruction for prompts with answers"
+        raise unknown_form(f"conversations (no column {given or ' or '.join(FORMS)})", columns, hint)
+    return column
+
+
+def read_conversation(record: Mapping[str, Any], column: str | None = None) -> tuple[list[Message], list[Any] | None]:
+    """Return the messages and the tools (or None) of a record. Tools are a list, or JSON of one.
+
+    Null counts as absent: Arrow fills with nulls whatever one message has and another lacks.
+    """
+    column = column_of_messages(record, column)
+    messages = record[column]
+    if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
+        raise UserError(f'{column} must be a list of {{"role", "content"}}; got {str(messages)[:80]!r}')
+    return read_messages(messages), read_tools(record)
+
+
+def read_tools(record: Mapping[str, Any]) -> list[Any] | None:
+    tools, functions = (
+        json.loads(value) if isinstance(value, str) and value.strip() else without_none(value or None)
+        for value in (record.get("tools"), record.get("functions"))  # The latter is OpenAI's older name.
+    )
+    return tools or [{"type": "function", "function": function} for function in functions or ()] or None
+
+
+def read_messages(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
+    """Return messages whose content is a string and whose calls have their arguments as a mapping."""
+    return [_message(without_none(message), number) for number, message in enumerate(messages, start=1)]
+
+
+def _message(message: Message, number: int) -> Message:
+    if "from" in message and "role" not in message:
+        speaker = message.pop("from")
+        message = {"role": _ROLES.get(speaker, speaker), "content": message.pop("value", ""), **message}
+    if "role" not in message:
+        raise UserError(f"message {number} has no role; got {str(message)[:80]!r}")
+    message["role"] = {"function": "tool"}.get(message["role"], message["role"])
+    if "function_call" in message:  # OpenAI's older name
+        message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
+    if calls := message.pop("tool_calls", None):
+        message["tool_calls"] = [_call(call) for call in calls]
+    content = message.get("content", "" if calls else None)
+    if isinstance(content, list):
+        content = "".join(map(_text_of, content))
+    if not isinstance(content, str):
+        raise UserError(f"the content of message {number} ({message['role']}) must be text; got {str(content)[:80]!r}")
+    return {**message, "content": content}
+
+
+def _text_of(part: Any) -> str:
+    part = {"text": part} if isinstance(part, str) else part
+    if not isinstance(part.get("text"), str):
+        raise LeftOut(f"a message has a part of type {part.get('type')}, and only text is learned")
+    return part["text"]
+
+
+def _call(call: Message) -> Message:
+    """Return a call in the form that transformers documents."""
+    function = dict(call.get("function", call))
+    if isinstance(function.get("arguments"), str):
+        function["arguments"] = json.loads(function["arguments"] or "{}")
+    return {"type": "function", **{key: call[key] for key in ("id",) if key in call}, "function": function}
+
+
+def says(message: Mapping[str, Any]) -> bool:
+    """Return whether there is anything to learn in a message: it is the assistant's, not empty and not of weight 0."""
+    said = [message.get(key) for key in ("content", "tool_calls", "reasoning_content", "thinking")]
+    return (
+        message["role"] == "assistant"
+        and message.get("weight") != 0
+        and any(value.strip() if isinstance(value, str) else value for value in said)
+    )
+
+
+def without_none(value: Any) -> Any:
+    """Return ``value`` without the entries, at any depth, that are None."""
+    if isinstance(value, Mapping):
+        return {key: without_none(inner) for key, inner in value.items() if inner is not None}
+    return [without_none(inner) for inner in value] if isinstance(value, list) else value
