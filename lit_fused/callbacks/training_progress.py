@@ -84,7 +84,7 @@ class ProgressLines(ProgressBar):
     def disable(self) -> None:  # Lightning calls it on other ranks than the first.
         self._is_on = False
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any, **__: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any, **kwargs: Any) -> None:
         if time.monotonic() >= self._next:
             self._write(trainer, pl_module)
 
