@@ -15,12 +15,10 @@ or, of the reference of preferences:
     log_prob         list of float64, of each answer, the sum over its tokens in nats; behind that of a single answer
                      also that of the answer to another prompt
 
-The file's metadata has the :class:`ScoreHeader`. Scores of other data, of another tokenizer or in another order of rows
-are refused, and so are numbers that are missing or not finite. T positions, k stored entries of each.
+The file's metadata has the :class:`ScoreHeader`. T positions, k stored entries of each.
 """
 
 import json
-import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,12 +27,10 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
-from pyarrow import ArrowException
 from torch import Tensor
 
 from lit_fused.atomic import written_whole
@@ -43,8 +39,7 @@ from lit_fused.data.packing import Rows
 from lit_fused.errors import UserError
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
-_KEY, _CHECKED = b"lit_fused.scores", 16  # rows that are compared when a file is opened
-_AGAIN = "score these data with mode=score, with the same data.path, packing and block_size"
+_KEY = b"lit_fused.scores"
 # The columns of a file, with their names and dtypes in batches.
 _OF_TOKENS = {
     "entries": (pa.int32(), "teacher_entries", torch.int64),
@@ -70,11 +65,6 @@ class ScoreHeader:
     def columns(self) -> dict[str, tuple[pa.DataType, str, torch.dtype]]:
         return _OF_ANSWERS if self.k is None else _OF_TOKENS
 
-    @property
-    def schema(self) -> pa.Schema:
-        lists = [pa.field(name, pa.list_(kind)) for name, (kind, *_) in self.columns.items()]
-        return pa.schema([pa.field("fingerprint", pa.uint32()), *lists])
-
     def places(self, row: Mapping[str, Tensor]) -> Tensor:
         """Return which positions, or answers, of a row have numbers, (T,) or (answers,)."""
         if self.k is None:
@@ -95,7 +85,8 @@ class ScoreWriter:
     def open(cls, path: str | Path, header: ScoreHeader) -> Iterator["ScoreWriter"]:
         """Yield a writer of a file that appears whole or not at all, when the ``with`` block has ended."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        schema = header.schema.with_metadata({_KEY: json.dumps(asdict(header)).encode()})
+        lists = [pa.field(name, pa.list_(kind)) for name, (kind, *_) in header.columns.items()]
+        schema = pa.schema([pa.field("fingerprint", pa.uint32()), *lists], {_KEY: json.dumps(asdict(header))})
         with written_whole(Path(path)) as partial, pq.ParquetWriter(partial, schema) as file:
             yield cls(header, file)
 
@@ -103,100 +94,72 @@ class ScoreWriter:
         """Append a row of the data, given entries (T, k), log-probabilities (T, k) and the target's (T,), or the sums
         of its answers. UserError if they are not finite."""
         places = self.header.places(row)
-        numbers = [score[: len(places)][places.to(score.device)].flatten().cpu().numpy() for score in scores]
-        if not all(np.isfinite(values).all() for values in numbers):
+        numbers = [score[: len(places)][places.to(score.device)].flatten().cpu() for score in scores]
+        if not all(values.isfinite().all() for values in numbers):
             raise UserError(
                 "the model's log-probabilities are not finite, so no scores are written; its weights may not be "
                 "finite, or float16 too narrow for it: try precision=bf16-mixed or 32-true"
             )
-        columns = zip([fingerprint(row), *numbers], self.file.schema.types, strict=True)
+        columns = zip([fingerprint(row), *(values.numpy() for values in numbers)], self.file.schema.types, strict=True)
         table = pa.Table.from_arrays([pa.array([values], kind) for values, kind in columns], schema=self.file.schema)
         self.file.write_table(table, row_group_size=1)
 
 
 class StoredScores:
-    """Read a file of scores, row by row; UserError if it is none. It pickles as its path, which workers open anew."""
+    """Read a file of scores, row by row. It pickles as its path, which workers open anew."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
-        try:
-            self._file = pq.ParquetFile(self.path, memory_map=True)
-            metadata = self._file.schema_arrow.metadata or {}
-            self.header = ScoreHeader(**json.loads(metadata[_KEY]))
-            if not self._file.schema_arrow.equals(self.header.schema):
-                raise ValueError("its columns are others")
-            if self._file.num_row_groups != (rows := sum(self.header.rows.values())):
-                raise ValueError(f"it has {self._file.num_row_groups} of {rows} rows")
-        except (OSError, ArrowException, KeyError, TypeError, ValueError) as error:
-            reason = "it is no file of scores" if isinstance(error, KeyError) else str(error).splitlines()[0]
-            raise UserError(f"data.scores={path} cannot be read ({reason}); write one with mode=score") from error
+        self._file = pq.ParquetFile(self.path, memory_map=True)
+        header = (self._file.schema_arrow.metadata or {}).get(_KEY)
+        if header is None:
+            raise UserError(f"data.scores={path} is no file of scores; write one with mode=score")
+        self.header = ScoreHeader(**json.loads(header))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StoredScores, (self.path,)
 
     def check_tokenizer(self, digest: str | None) -> None:
         if digest != self.header.tokenizer:
-            raise UserError(
-                f"the scores in {self.path} are of texts in another tokenizer, so their entries are other tokens; "
-                "score these data with mode=score, or give data.tokenizer as it was then"
-            )
+            raise self._of_others("of texts in another tokenizer, so their entries are other tokens")
 
     def of(self, name: str, rows: Rows) -> "ScoredRows":
         """Return a set's rows with their scores; UserError unless they are the rows that were scored."""
-        counts, of_answers = self.header.rows, self.header.k is None
+        of_answers = self.header.k is None
+        kinds = "a teacher's for module=distillation", "a reference's for module=preference"
         if len(rows) and of_answers != ("desirable" in rows[0]):
-            kinds = ["a teacher's for module=distillation", "a reference's for module=preference data=preference"]
-            raise UserError(
-                f"the scores in {self.path} are {kinds[of_answers]}, and these data need "
-                f"{kinds[not of_answers]}; score these data with mode=score"
-            )
-        if counts.get(name) != len(rows):
-            there = f"{counts[name]:,} rows" if name in counts else f"no set {name}, but {', '.join(counts)}"
-            raise UserError(
-                f"the scores in {self.path} are of other data: these have {len(rows):,} rows in {name}, and the file "
-                f"has {there}; {_AGAIN}"
-            )
-        names = [*counts]
-        found = ScoredRows(rows, self, sum(counts[other] for other in names[: names.index(name)]))
-        for index in np.unique(np.linspace(0, len(rows) - 1, min(_CHECKED, len(rows))).astype(int)):
-            found[int(index)]
+            raise self._of_others(f"{kinds[of_answers]}, and these data need {kinds[not of_answers]}")
+        if self.header.rows.get(name) != len(rows):
+            raise self._of_others(f"of other data: these have {len(rows):,} rows in {name}, and it {self.header.rows}")
+        names = [*self.header.rows]
+        found = ScoredRows(rows, self, sum(self.header.rows[other] for other in names[: names.index(name)]))
+        for index in range(0, len(rows), 1 + len(rows) // 16):  # Each row is checked when it is read, some of them now.
+            found[index]
         return found
 
     def read(self, place: int, row: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what the batch of a row has besides: "teacher_entries" int64 and "teacher_log_probs" (T, k), -1 and 0
         where there is no target, and "teacher_target_log_prob" (T,); or "reference_log_prob" (answers,) float64, and of
         a single answer "other_reference_log_prob" (1,)."""
-        try:
-            values = self._file.read_row_group(place)
-        except (OSError, ArrowException) as error:
-            raise UserError(self._damaged(place, str(error).splitlines()[0])) from error
+        values = self._file.read_row_group(place)
         if values["fingerprint"][0].as_py() != fingerprint(row):
-            raise UserError(self._mismatch(place, fingerprint(row)))
+            raise self._of_others(f"of other data, or of these in another order (row {place})")
         places, found = self.header.places(row), {}
         for column, (_, name, dtype) in self.header.columns.items():
-            stored = values[column][0].values
-            given = np.empty(0) if stored is None else stored.to_numpy(zero_copy_only=False)
             width = (self.header.k or 0,) if column in ("entries", "log_probs") else ()
-            wanted = int(places.sum()) * math.prod(width)
-            if len(given) != wanted or not np.isfinite(given).all():
-                raise UserError(self._damaged(place, f"its {column} should be {wanted} finite numbers"))
             numbers = torch.full((len(places), *width), SCORES.get(name, 0.0), dtype=dtype)
-            numbers[places] = torch.tensor(given, dtype=dtype).view(-1, *width)
+            numbers[places] = torch.tensor(values[column][0].values.to_numpy(), dtype=dtype).view(-1, *width)
             found[name] = numbers
         if "other_input_ids" in row and self.header.k is None:
             own = found["reference_log_prob"]
             found |= {"reference_log_prob": own[:1], "other_reference_log_prob": own[1:]}
         return found
 
-    def _damaged(self, place: int, reason: str) -> str:
-        return f"row {place} of the scores in {self.path} is damaged ({reason}); write the file anew with mode=score"
-
-    def _mismatch(self, place: int, wanted: int) -> str:
-        everywhere = self._file.read(["fingerprint"])["fingerprint"].to_pylist()
-        what = "other data"
-        if wanted in everywhere:
-            what = f"these rows in another order (row {place} of the file is now at {everywhere.index(wanted)})"
-        return f"the scores in {self.path} are of {what}; {_AGAIN}"
+    def _of_others(self, what: str) -> UserError:
+        return UserError(
+            f"the scores in {self.path} are {what}; score these data with mode=score, with the same data.path, "
+            "data.tokenizer, packing and block_size"
+        )
 
 
 class ScoredRows(Rows):
@@ -214,9 +177,7 @@ class ScoredRows(Rows):
         return self.rows._lengths()
 
     def summary(self) -> str:
-        k, model = self.scores.header.k, self.scores.header.model
-        what = "log-probabilities" if k is None else f"{k} likeliest entries"
-        return f"{self.rows.summary()}, with the {what} of {model}"
+        return f"{self.rows.summary()}, with the scores of {self.scores.header.model}"
 
 
 def fingerprint(row: Mapping[str, Tensor]) -> int:

@@ -6,6 +6,7 @@ one row of NaN, on which the model's operations on logits (a scale, a cap, a sli
 returns its hidden states.
 """
 
+import random
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
 from lit_fused.heads.spec import OutputHead
@@ -56,29 +58,36 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def probing(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode for forward passes beside its training, and afterwards all of it as it was.
-
-    A forward pass may change the model: BigBird, for example, replaces its attention for good when it gets few tokens.
-    So each module's parts, buffers and plain settings are restored, and the CPU's random numbers.
-    """
-    before = [
-        (
-            module,
-            {**module._modules},
-            {**module._buffers},
-            {k: v for k, v in vars(module).items() if isinstance(v, PLAIN_SETTINGS)},
-        )
-        for module in model.modules()
+def without_trace(model: nn.Module) -> Iterator[None]:
+    """Run a model eagerly in a block, and give back what a forward pass changes: random numbers, the model's buffers,
+    its parts (BigBird replaces its attention for good when it gets few tokens) and plain settings."""
+    devices = list({p.device for p in model.parameters() if p.is_cuda})
+    of_modules = [
+        (m, {**m._modules}, {**m._buffers}, {k: v for k, v in vars(m).items() if isinstance(v, PLAIN_SETTINGS)})
+        for m in model.modules()
     ]
-    with torch.random.fork_rng(devices=[]), evaluation_mode(model):
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    of_python = random.getstate()
+    with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
         try:
             yield
         finally:
-            for module, parts, buffers, settings in before:
+            random.setstate(of_python)
+            for module, parts, tensors, settings in of_modules:
                 module._modules.update(parts)
-                module._buffers.update(buffers)
+                module._buffers.update(tensors)
                 vars(module).update(settings)
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    if not torch.equal(buffer, before):  # A graph may have it, and would not run backward.
+                        buffer.copy_(before)
+
+
+@contextmanager
+def probing(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode for forward passes beside its training, and afterwards all of it as it was."""
+    with without_trace(model), evaluation_mode(model):
+        yield
 
 
 @contextmanager
@@ -115,16 +124,26 @@ def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return next(chain(args, kwargs.values()))
 
 
+class UnsupportedHeadError(UserError):
+    """The model's logits are not a function of its output layer that a fused loss can reproduce."""
+
+    def __init__(self, model: nn.Module, reason: str) -> None:
+        instead = "choose loss=standard, which uses the model's own logits"
+        if not isinstance(model, PreTrainedModel):  # That loss reads the layer of a module of one's own as well.
+            instead = "make it an nn.Linear, and compute the rest in the forward that returns the hidden states"
+        super().__init__(f"{type(model).__name__} cannot be trained with a fused loss: {reason}; {instead}")
+
+
 class InputCapture:
     """Makes calls of a head's layer, in a ``with`` block, append their input (..., D) to its list, and return NaN.
 
-    What the model then makes of its logits costs nothing, since they have one row, and is thrown away. NaN shows if
-    anything else is made of them. Use one object for all steps: a compiled model recognises the forward that it was
-    compiled with.
+    What the ``model`` then makes of its logits costs nothing, since they have one row, and is thrown away. NaN shows if
+    anything else is made of them, and an error that they raise is explained. Use one object for all steps: a compiled
+    model recognises the forward that it was compiled with.
     """
 
-    def __init__(self, head: OutputHead) -> None:
-        self.head, self.layer = head, head.layer
+    def __init__(self, head: OutputHead, model: nn.Module) -> None:
+        self.head, self.layer, self._model = head, head.layer, (model,)
         self.inputs: list[Tensor] = []
         self._replacement = self._keep  # one bound method, the same in every step
 
@@ -137,10 +156,17 @@ class InputCapture:
         self._replaced.__enter__()
         return self.inputs
 
-    def __exit__(self, *error: Any) -> None:
-        self._replaced.__exit__(*error)
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._replaced.__exit__(kind, error, trace)
         del self._replaced  # It is a generator, and with one a model can be neither copied nor pickled.
-        self.inputs = []  # They have the graph, and so parameters, which could not be moved.
+        inputs, self.inputs = self.inputs, []  # They have the graph, and so parameters, which could not be moved.
+        a_shape_or_kind = isinstance(error, RuntimeError | IndexError | TypeError | ValueError)
+        if inputs and a_shape_or_kind and not isinstance(error, UserError | torch.OutOfMemoryError):
+            reason = (
+                "what it does to its logits needs those of the whole batch and vocabulary, which a fused loss never "
+                f"builds ({type(error).__name__}: {error})"
+            )
+            raise UnsupportedHeadError(self._model[0], reason) from error
 
     def _keep(self, *args: Any, **kwargs: Any) -> Tensor:
         if not torch.compiler.is_compiling() and threading.get_ident() != self._thread:  # It generates, for example.
@@ -196,6 +222,20 @@ def graph_leaves(node: Any) -> Iterator[Tensor]:
         if hasattr(node, "variable"):
             yield node.variable
         nodes += [following for following, _ in node.next_functions]
+
+
+def router_loss(model: nn.Module, output: Any) -> Tensor | None:
+    """Return the router's loss () in a model's output, with the weight that the model's own loss gives it, or None."""
+    aux_loss = getattr(output, "aux_loss", None)
+    if not isinstance(aux_loss, Tensor):
+        return None
+    weight: Any = getattr(model, "router_aux_loss_coef", getattr(model, "aux_loss_coef", None))
+    if weight is None:
+        raise UserError(
+            f"{type(model).__name__} returns an auxiliary loss without router_aux_loss_coef, so that its weight is "
+            "unknown; switch it off (output_router_logits=False) or choose loss=model"
+        )
+    return weight * aux_loss
 
 
 def extract_hidden_states(output: Any, backbone_name: str) -> Tensor:

@@ -35,6 +35,7 @@ from lit_fused.heads.adapters import (
 from lit_fused.heads.capture import (
     InputCapture,
     TensorUse,
+    UnsupportedHeadError,
     first_argument,
     graph_leaves,
     probing,
@@ -47,31 +48,6 @@ PLAIN_WEIGHTS = (nn.Parameter, Tensor, DTensor)  # Others may be quantised.
 _PROBE_TOKENS = 8
 TOLERANCE = 1e-4  # relative, of float32 numbers after a few operations
 _SPREAD = 30.0  # injected logits are uniform in +-30: wide enough to see a cap, narrow enough to invert one
-
-
-class UnsupportedHeadError(UserError):
-    """The model's logits are not a function of its output layer that a fused loss can reproduce."""
-
-    def __init__(self, model: nn.Module, reason: str) -> None:
-        instead = "choose loss=standard, which uses the model's own logits"
-        if not isinstance(model, PreTrainedModel):  # That loss reads the layer of a module of one's own as well.
-            instead = "make it an nn.Linear, and compute the rest in the forward that returns the hidden states"
-        super().__init__(f"{type(model).__name__} cannot be trained with a fused loss: {reason}; {instead}")
-
-
-@contextmanager
-def explained_after_layer(model: nn.Module, inputs: list[Tensor]) -> Iterator[None]:
-    """Explain an error that the model raises in the block, after its output layer has got its ``inputs``."""
-    try:
-        yield
-    except (RuntimeError, IndexError, TypeError, ValueError) as error:  # A shape or kind does not fit.
-        if not inputs or isinstance(error, torch.OutOfMemoryError):
-            raise
-        reason = (
-            "what it does to its logits needs those of the whole batch and vocabulary, which a fused loss never builds "
-            f"({type(error).__name__}: {error})"
-        )
-        raise UnsupportedHeadError(model, reason) from error
 
 
 def output_layer(model: nn.Module) -> nn.Module:
@@ -232,12 +208,12 @@ def identify_head(model: nn.Module, batch: Mapping[str, Any] | None = None) -> O
 def _with_stand_in(model: nn.Module, head: OutputHead, inputs: dict[str, Any]) -> OutputHead:
     """Return a head with the kind of numbers on which the model's forward runs in place of its logits."""
     try:
-        with InputCapture(head):
+        with InputCapture(head, model):
             model(**inputs)
         return head
-    except (RuntimeError, IndexError, TypeError, ValueError):
+    except UnsupportedHeadError:
         head = replace(head, is_by_position=True)
-    with InputCapture(head) as seen, explained_after_layer(model, seen):
+    with InputCapture(head, model):
         model(**inputs)
     return head
 

@@ -1,7 +1,6 @@
 """Parts of a spot check: the slice of a batch, the model afterwards as it was, and its graph cut before the head."""
 
 import copy
-import random
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from lit_fused.heads.capture import PLAIN_SETTINGS, first_argument
+from lit_fused.heads.capture import first_argument
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
 _LOGITS = 2**23  # of the slice: 32 MiB in float32
@@ -45,32 +44,6 @@ def slice_of(batch: Mapping[str, Any], targets: Tensor, vocabulary: int) -> dict
         return value[of_rows] if len(value) == rows else value
 
     return {name: part(value) for name, value in batch.items()}
-
-
-@contextmanager
-def without_trace(model: nn.Module) -> Iterator[None]:
-    """Run a model eagerly in a block, and give back what a forward pass changes: random numbers, the model's buffers,
-    its parts (BigBird replaces its attention for good when it gets few tokens) and plain settings."""
-    devices = list({p.device for p in model.parameters() if p.is_cuda})
-    of_modules = [
-        (m, {**m._modules}, {**m._buffers}, {k: v for k, v in vars(m).items() if isinstance(v, PLAIN_SETTINGS)})
-        for m in model.modules()
-    ]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    of_python = random.getstate()
-    with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
-        try:
-            yield
-        finally:
-            random.setstate(of_python)
-            for module, parts, tensors, settings in of_modules:
-                module._modules.update(parts)
-                module._buffers.update(tensors)
-                vars(module).update(settings)
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    if not torch.equal(buffer, before):  # A graph may have it, and would not run backward.
-                        buffer.copy_(before)
 
 
 def copied(value: Any) -> Any:

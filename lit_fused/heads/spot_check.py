@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lit_fused.heads.capture import graph_leaves, weights_here
-from lit_fused.heads.slices import Leaf, without_trace
+from lit_fused.heads.capture import graph_leaves, weights_here, without_trace
+from lit_fused.heads.slices import Leaf
 from lit_fused.heads.spec import OutputHead
 from lit_fused.ops.label_checks import IGNORE_INDEX
 

@@ -25,7 +25,7 @@ _PREPARE = "prepare_decoder_input_ids_from_labels"  # a method that most encoder
 def ask(model: PreTrainedModel, **arguments: Any) -> Any:
     """Return what a model makes of :func:`probe_batch` with other arguments (None: left out), evaluated and eager."""
     batch = {name: value for name, value in (probe_batch(model) | arguments).items() if value is not None}
-    with probing(model), torch.compiler.set_stance("force_eager"):
+    with probing(model):
         return model(**batch)
 
 
@@ -86,17 +86,3 @@ def makes_no_decoder_inputs(model: PreTrainedModel) -> bool:
         return False
     labels = probe_batch(model)["input_ids"].flip(-1)
     return torch.equal(without, ask(model, decoder_input_ids=None, labels=labels).logits)
-
-
-def router_loss(model: PreTrainedModel, output: Any) -> Tensor | None:
-    """Return the router's loss () in a model's output, with the weight that the model's own loss gives it, or None."""
-    aux_loss = getattr(output, "aux_loss", None)
-    if not isinstance(aux_loss, Tensor):
-        return None
-    weight = getattr(model, "router_aux_loss_coef", getattr(model, "aux_loss_coef", None))
-    if weight is None:
-        raise UserError(
-            f"{type(model).__name__} returns an auxiliary loss without router_aux_loss_coef, so that its weight is "
-            "unknown; switch it off (output_router_logits=False) or choose loss=model"
-        )
-    return weight * aux_loss

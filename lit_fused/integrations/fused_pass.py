@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from lit_fused.heads import OutputHead
-from lit_fused.heads.capture import weights_here
+from lit_fused.heads.capture import router_loss, weights_here
 from lit_fused.heads.probe import without_cache
-from lit_fused.heads.with_labels import ignored_by_own_loss, labels_are_shifted_by, makes_no_decoder_inputs, router_loss
+from lit_fused.heads.with_labels import ignored_by_own_loss, labels_are_shifted_by, makes_no_decoder_inputs
 from lit_fused.integrations.trl_head import scored
 from lit_fused.losses.loss import SHIFTED_OR_COUNTED, Batch, has_shifted_labels, labels_of, shift_labels
 from lit_fused.models.language_model import LanguageModel

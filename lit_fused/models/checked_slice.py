@@ -11,11 +11,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead
-from lit_fused.heads.capture import InputCapture, outputs_by_name, weights_here
-from lit_fused.heads.probe import explained_after_layer
+from lit_fused.heads.capture import InputCapture, outputs_by_name, router_loss, weights_here
 from lit_fused.heads.slices import copied, slice_of
 from lit_fused.heads.spot_check import FusedResult, OwnResult, SpotCheck
-from lit_fused.heads.with_labels import router_loss
 from lit_fused.losses.loss import SHIFTED_OR_COUNTED, Batch, labels_of, shift_labels
 
 if TYPE_CHECKING:
@@ -64,7 +62,7 @@ def difference(model: "LanguageModel", part: Batch, head: OutputHead | None, *, 
 
     def fused(call_layer: Callable[[], Any] | None) -> FusedResult:
         assert head is not None
-        with InputCapture(head) as seen, explained_after_layer(model.backbone, seen), outputs_by_name(model.backbone):
+        with InputCapture(head, model.backbone) as seen, outputs_by_name(model.backbone):
             if call_layer is not None:
                 call_layer()
             elif inner is None:

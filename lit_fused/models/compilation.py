@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lit_fused.errors import UserError
+from lit_fused.models.documents_attention import takes_its_place
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.backends import compiler_missing
 
@@ -75,6 +76,8 @@ def compile_backbone(model: LanguageModel, how: str, is_eager: Callable[[], bool
     without compilation in calls for which ``is_eager()`` is true.
     """
     parts = {"none": [], "whole": [model.backbone]}.get(how, blocks(model.backbone))
+    if how == "whole":
+        takes_its_place(model.transformers_model)
     for part in parts:
         part.compile(dynamic=False if _is_divided(part) else None)
         if how == "where possible":

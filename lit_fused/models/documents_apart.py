@@ -15,8 +15,7 @@ with noise added to them.
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -24,10 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
-from transformers import PreTrainedModel, masking_utils
+from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils.generic import is_flash_attention_requested
-from transformers.utils.import_utils import is_tracing
 
 from lit_fused.errors import UserError
 from lit_fused.heads.capture import probing
@@ -91,68 +89,14 @@ def varlen_arguments(model: Any, positions: Tensor) -> dict[str, Any]:
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
-class OwnPositions:
-    """Spares transformers its search for documents where a model counts the positions itself, for all rows alike.
-
-    The search looks at the numbers, and for that a GPU would be waited for in every forward pass; a graph that is being
-    traced has none, and gets a mask in place of ``is_causal``. It is made until it has found once, as the head is
-    identified, that the positions of several rows, which no token can change, are those of one document.
-
-    A graph that may be exported, for other lengths, would get that mask as well. None of ours is; but torch 2.11 says
-    that each is, and transformers 5.17 takes each for one. Attention takes three times as long with a mask.
-    """
-
-    def __init__(self) -> None:
-        self._search = getattr(masking_utils, "find_packed_sequence_indices", None)
-        self._are_plain = False
-        ours = {
-            "find_packed_sequence_indices": self._find,
-            "is_torchdynamo_exporting": _never,
-            "is_tracing": _is_traced,
-        }
-        self._ours = {name: function for name, function in ours.items() if hasattr(masking_utils, name)}
-
-    @contextmanager
-    def spared(self, inputs: Collection[str]) -> Iterator[None]:
-        """Spare the search in a forward pass with ``inputs``, unless they have positions or a mask of their own."""
-        if self._search is None or "position_ids" in inputs or "attention_mask" in inputs:
-            yield
-            return
-        functions: Any = vars(masking_utils)
-        before = [(name, functions[name]) for name in self._ours]
-        functions.update(self._ours)
-        try:
-            yield
-        finally:
-            functions.update(before)
-
-    def _find(self, position_ids: Tensor) -> Tensor | None:
-        assert self._search is not None
-        several, alike = len(position_ids) > 1, position_ids.stride(0) == 0
-        if self._are_plain and (alike or not several):
-            return None
-        found = self._search(position_ids)
-        self._are_plain |= several and alike and found is None
-        return found
-
-
-def _never() -> bool:
-    return False
-
-
-def _is_traced(mask: Any = None) -> bool:
-    return mask is not None and is_tracing(mask)  # None has no numbers to look at.
-
-
 @torch.no_grad()
 def find(model: Any, positions: Tensor, forms: Iterable[Form]) -> Form | UserError:
     """Return the first form in which a language model keeps documents of rows like ``positions`` (B, T) apart, or what
     it is refused with."""
     packed, alone = experiment(positions.shape[1], model.vocabulary, positions.device)
     seen_by_loss = model.logits if model.loss.builds_logits else model.hidden_states
-    eager = torch.compiler.set_stance("force_eager")
     faults: dict[Form, str] = {}
-    with model.spared_random_numbers(), probing(model.backbone), eager:
+    with probing(model.backbone):
         for form in forms:
             model.packing = form
             try:

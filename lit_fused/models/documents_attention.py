@@ -1,24 +1,32 @@
-"""Attention within the documents of packed rows by FlexAttention, and by what the model has everywhere else.
+"""An attention implementation of transformers that makes no mask of T x T where it can do without one.
 
-transformers keeps documents apart by a mask (B, 1, T, T). With one, ``scaled_dot_product_attention`` takes a kernel
-that also computes what the mask leaves out, and the mask itself is large. FlexAttention is given the same rule as
-blocks, and skips those that are empty. But it has to be compiled, for each length anew, and what has no documents
-(padded rows, generation) is faster without it. So both are one attention implementation of transformers here.
+transformers keeps the documents of a packed row apart by a mask (B, 1, T, T). With one,
+``scaled_dot_product_attention`` takes a kernel that also computes what the mask leaves out, and the mask itself is
+large. FlexAttention is given the same rule as blocks, and skips those that are empty. But it has to be compiled, for
+each length anew, and what has no documents (padded rows, generation) is faster without it. So both are one
+implementation here, registered as transformers documents it.
+
+A model that is compiled as a whole also gets a mask for rows of one document, since a graph cannot look at positions to
+see that they are. Here the batch says it. And elsewhere a GPU is waited for in every forward pass to see it: 3 % of a
+step of 60M parameters, 0.9 % of one of 0.6B (H200). Beside a cache transformers does not look, not even an empty one.
 """
 
+import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, Cache, PreTrainedModel
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, flex_attention_mask, sdpa_mask
 
+from lit_fused.heads.capture import probing
+from lit_fused.heads.probe import probe_batch
 from lit_fused.models.documents_apart import Form
 from lit_fused.ops.backends import compiler_missing
 
@@ -26,47 +34,103 @@ NAME = "lit_fused_documents"
 
 # Sizes of heads: FlexAttention has no smaller ones, and its backward pass of larger ones does not fit on every card.
 _HEADS = range(16, 129)
-_blocks_are_wanted = False
+_rows: Literal["masks", "blocks", "whole"] = "masks"  # how the forward pass that runs is to keep documents apart
+
+
+class EmptyCache(Cache):
+    """A cache that keeps nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+
+@torch.no_grad()
+def empty_cache_for(model: PreTrainedModel | None) -> EmptyCache | None:
+    """Return a cache beside which a model's logits stay as they are to the last bit, or None."""
+    if model is None or not _is_decoder_of_text(model):
+        return None
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):  # It warns of any cache.
+        return None
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        return None
+    cache = EmptyCache()
+    try:
+        batch = probe_batch(model, 2)
+        with probing(model):
+            usual, beside = (model(**batch, **more).logits for more in ({}, {"past_key_values": cache}))
+    except Exception:  # It needs more than token ids, or a cache of its own kind: a model raises what it likes.
+        return None
+    return cache if torch.equal(usual, beside) else None
+
+
+def _is_decoder_of_text(model: PreTrainedModel) -> bool:
+    """Return whether a model has rows of documents alone: an encoder of images has none."""
+    return not model.config.is_encoder_decoder and model.config.get_text_config() is model.config
+
+
+def takes_its_place(model: PreTrainedModel | None) -> bool:
+    """Let a model attend by the implementation of this file, if it is a decoder of text that attends by
+    ``scaled_dot_product_attention`` now; return whether it does."""
+    if model is None or not _is_decoder_of_text(model):
+        return False
+    if model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(NAME)
+    return model.config._attn_implementation == NAME
 
 
 def is_possible(model: PreTrainedModel, device: torch.device) -> bool:
     """Return whether ``model`` can attend by FlexAttention in packed rows: on a GPU with a compiler, in half precision,
-    without dropout, where it attends by ``scaled_dot_product_attention`` now, and has no second configuration: an
-    encoder of images has no documents."""
-    if model.config.is_encoder_decoder or model.config.get_text_config() is not model.config:
-        return False
+    without dropout."""
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else model.dtype
     settings = vars(model.config).items()
     drops = any(value and "att" in name and "drop" in name for name, value in settings)  # attn_pdrop, attention_dropout
-    attends = model._supports_flex_attn and model.config._attn_implementation in ("sdpa", NAME)
     half = device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
-    return half and attends and not drops and compiler_missing(device) is None
+    return half and not drops and compiler_missing(device) is None
 
 
 def forms(model: PreTrainedModel | None, device: torch.device) -> Iterator[Form]:
-    """Yield each form in which ``model`` may get documents, while its attention is the one for that form."""
-    if model is not None and is_possible(model, device):
-        model.config._attn_implementation = NAME
+    """Yield each form in which ``model`` may get documents."""
+    if model is not None and is_possible(model, device) and takes_its_place(model):
         with warnings.catch_warnings():  # The caller compiles nothing yet.
             warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
             yield "blocks"
-        model.config._attn_implementation = "sdpa"
     yield from ("positions", "masks")
 
 
 @contextmanager
-def in_blocks(wanted: bool) -> Iterator[None]:
-    """Let a forward pass build masks for FlexAttention if it is of packed rows."""
-    global _blocks_are_wanted
-    before, _blocks_are_wanted = _blocks_are_wanted, wanted
+def told(inputs: Mapping[str, Any], packing: Any) -> Iterator[None]:
+    """Tell a forward pass with these inputs, in a block, how the documents of its rows are to be kept apart."""
+    global _rows
+    before, _rows = _rows, "masks"
+    if inputs.get("attention_mask") is None:
+        positions = inputs.get("position_ids")
+        _rows = "whole" if positions is None else "blocks" if packing == "blocks" and positions.ndim == 2 else "masks"
     try:
         yield
     finally:
-        _blocks_are_wanted = before
+        _rows = before
 
 
-def _mask(*arguments: Any, **named: Any) -> Tensor | BlockMask | None:
-    return (flex_attention_mask if _blocks_are_wanted else sdpa_mask)(*arguments, **named)
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    allow_is_bidirectional_skip: bool = False,
+    **named: Any,
+) -> Tensor | BlockMask | None:
+    if _rows == "whole" and torch.compiler.is_compiling():
+        causal = not use_vmap and not allow_is_bidirectional_skip and q_length == kv_length
+        if causal and (local_size is None or kv_length < local_size):
+            return None  # scaled_dot_product_attention(is_causal=True)
+    named |= {"local_size": local_size, "use_vmap": use_vmap}
+    named |= {"allow_is_bidirectional_skip": allow_is_bidirectional_skip}
+    return (flex_attention_mask if _rows == "blocks" else sdpa_mask)(batch_size, q_length, kv_length, **named)
 
 
 def _attention(

@@ -4,7 +4,7 @@ Strategies wrap this one ``nn.Module``. The loss runs inside its forward, where 
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +20,11 @@ from lit_fused.heads.capture import (
     InputCapture,
     extract_hidden_states,
     outputs_by_name,
+    router_loss,
     uses_of_square,
 )
-from lit_fused.heads.probe import explained_after_layer, without_cache
-from lit_fused.heads.with_labels import labels_are_shifted_by, router_loss
+from lit_fused.heads.probe import without_cache
+from lit_fused.heads.with_labels import labels_are_shifted_by
 from lit_fused.losses.fused import token_losses
 from lit_fused.losses.loss import (
     SHIFTED_OR_COUNTED,
@@ -95,13 +96,16 @@ class LanguageModel(nn.Module):
         self._without_cache: dict[str, bool] | None = None
         self.loss = as_loss(loss)
         self.replace_head(None)
+        self.empty_cache: documents_attention.EmptyCache | None = None  # that spares a search for documents
         self.packing: Form | UserError | None = None  # how documents in a row stay apart; the first such batch sets it
-        self.own_positions = documents_apart.OwnPositions()
         self.register_load_state_dict_post_hook(_look_again)
+        if self.is_compiled_whole:
+            documents_attention.takes_its_place(model)
 
     def prepare(self, device: torch.device) -> None:
         """Identify the head, and refuse before training what the loss cannot run with on ``device``."""
         self.loss.prepare(self, device)
+        self.empty_cache = documents_attention.empty_cache_for(self.transformers_model)
 
     def forward(self, batch: Batch) -> LossOutput:
         """Return the sums of ``batch``: "input_ids" and "labels", integers (B, T), and other inputs of the backbone;
@@ -249,8 +253,7 @@ class LanguageModel(nn.Module):
             self.replace_head(None)
         if self._head is None and self.transformers_model is not None:
             try:
-                with self.own_positions.spared(()):
-                    self.replace_head(identify_head(self.transformers_model))
+                self.replace_head(identify_head(self.transformers_model))
             except UserError:
                 raise
             except Exception:  # The model raised it; the first batch raises it again if it does not fit either.
@@ -275,8 +278,8 @@ class LanguageModel(nn.Module):
         """Run a transformers model's forward pass, ``run(*arguments)``, without its output layer. Return the layer's
         inputs, (..., D) for each of its calls, and what ``run`` returned."""
         if self._capture is None or self._capture.head is not head:
-            self._capture = InputCapture(head)
-        with self._capture as inputs, explained_after_layer(self.backbone, inputs):
+            self._capture = InputCapture(head, self.backbone)
+        with self._capture as inputs:
             return inputs, run(*arguments)
 
     def logits(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
@@ -311,12 +314,7 @@ class LanguageModel(nn.Module):
 
     def run_backbone(self, arguments: dict[str, Any]) -> Any:
         """Run the backbone, compiled or not, with named outputs."""
-        packed = self.packing == "blocks" and may_be_packed(arguments)
-        with ExitStack() as around:
-            around.enter_context(outputs_by_name(self.backbone))
-            around.enter_context(self.own_positions.spared(arguments))
-            if packed:
-                around.enter_context(documents_attention.in_blocks(True))
+        with outputs_by_name(self.backbone), documents_attention.told(arguments, self.packing):
             return self._call(**arguments)
 
     def _call(self, **arguments: Any) -> Any:
@@ -343,7 +341,7 @@ class LanguageModel(nn.Module):
         if self._returns_hidden_states:
             return extract_hidden_states(self.run_backbone(self.inputs_of(batch)), self.name)
         # An embedding as output layer is also the input layer, so it has to run.
-        capture = InputCapture(OutputHead(layer)) if isinstance(layer, nn.Linear) else nullcontext([])
+        capture = InputCapture(OutputHead(layer), self.backbone) if isinstance(layer, nn.Linear) else nullcontext([])
         with capture as inputs, uses_of_square(layer.weight) as uses:  # type: ignore[arg-type]
             output = self.run_backbone(self.inputs_of(batch))
         if inputs or uses:
@@ -384,6 +382,8 @@ class LanguageModel(nn.Module):
             inputs |= documents_apart.arguments(self.transformers_model, batch, self.packing)
         if self._without_cache is None:
             self._without_cache = without_cache(self.transformers_model)
+        if self.empty_cache is not None and not inputs.keys() & {"position_ids", "attention_mask", "past_key_values"}:
+            inputs["past_key_values"] = self.empty_cache
         return inputs | self._without_cache
 
 

@@ -47,8 +47,13 @@ def chunked(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Our own exact head: :func:`lit_fused.ops.linear_cross_entropy`."""
     options.setdefault("reduction", "sum")
-    checked = LossOptions(**options)
-    return loss_of_checked(hidden_states, weight, targets, bias, shard, checked, token_weights)
+    return loss_of_checked(hidden_states, weight, targets, bias, shard, _checked(**options), token_weights)
+
+
+@functools.lru_cache(maxsize=64)
+def _checked(**options: Any) -> LossOptions:
+    """Return options, checked once: a loss gives the same in every step."""
+    return LossOptions(**options)
 
 
 chunked.options = {field.name for field in fields(LossOptions)}  # type: ignore[attr-defined]

@@ -39,7 +39,8 @@ def check_integers(labels: Tensor | None) -> Tensor:
 
 def check_range(targets: Tensor, vocabulary: int, ignore_index: int = IGNORE_INDEX) -> Tensor:
     """Refuse targets outside [0, vocabulary) that are not ``ignore_index``, and return which targets are valid."""
-    check_number("ignore_index", ignore_index, "be a whole number", lambda x: True, whole=True)
+    if ignore_index is not IGNORE_INDEX:
+        check_number("ignore_index", ignore_index, "be a whole number", lambda x: True, whole=True)
     valid = targets != ignore_index
     in_range = ~valid | ((targets >= 0) & (targets < vocabulary))
     expected = f"labels must lie in [0, {vocabulary}) or be {ignore_index} (ignored)"

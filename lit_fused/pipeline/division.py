@@ -97,10 +97,9 @@ def _identify_by_twin(model: LanguageModel, layout: Layout, device: torch.device
     assert model.transformers_model is not None
     # Layers of it: the first, the last, and one between them, which all others are like.
     twin = type(model)(small_twin(model.transformers_model, min(layout.num_stages, 3), device), model.loss)
-    twin.own_positions = model.own_positions  # What is found out about the twin's holds for the model's.
     with ordinary_defaults():
         twin.prepare(device)
-        head = twin.prepare_hidden_states()
+        head, model.empty_cache = twin.prepare_hidden_states(), twin.empty_cache
         decoder = stages.find_decoder(twin)
         ranges = stages.layers_of_stages(decoder.num_layers, min(layout.num_stages, decoder.num_layers))
         stages.check_stages(twin, decoder, [Stage(decoder, layers) for layers in ranges])

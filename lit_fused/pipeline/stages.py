@@ -25,7 +25,7 @@ from lit_fused.heads.capture import replaced_forward
 from lit_fused.heads.slices import slice_of
 from lit_fused.losses import ModelInternalLoss
 from lit_fused.models.checked_slice import difference
-from lit_fused.models.documents_apart import OwnPositions, may_be_packed, varlen_arguments
+from lit_fused.models.documents_apart import may_be_packed, varlen_arguments
 from lit_fused.models.language_model import LanguageModel
 
 PROBE_LENGTH = 8
@@ -102,7 +102,7 @@ class Decoder:
     layers: str
     norm: str | None
     head: str  # name in ``model``
-    own_positions: OwnPositions  # the model's
+    empty_cache: Any  # of the model
 
     @property
     def num_layers(self) -> int:
@@ -136,8 +136,8 @@ class Stage(nn.Module):
                 self.embedding = getattr(decoder.base, decoder.embedding)
         self._first_slot = slots[0]
         self._base = (decoder.base,)  # A tuple keeps it out of the module tree.
+        self._empty_cache = decoder.empty_cache
         self.context: Callable[[], AbstractContextManager[Any]] = nullcontext  # the precision's
-        self._own_positions = decoder.own_positions
 
     @property
     def dtype(self) -> torch.dtype:
@@ -148,10 +148,12 @@ class Stage(nn.Module):
         self.decoder.training = self._base[0].training
         if may_be_packed(options):
             options |= varlen_arguments(self.decoder, options["position_ids"])
+        elif self._empty_cache is not None and options.get("attention_mask") is None:
+            options["past_key_values"] = self._empty_cache
         if not self.is_first:
             self._first_slot.received = inputs
         name = "input_ids" if self.is_first else "inputs_embeds"
-        with self.context(), self._own_positions.spared(options):
+        with self.context():
             hidden_states = self.decoder(**{name: inputs}, use_cache=False, **options).last_hidden_state
         if hidden_states.dtype != self.dtype and not self.is_last:
             raise UserError(
@@ -185,7 +187,7 @@ def find_decoder(model: LanguageModel) -> Decoder:
     others = [name for name, p in inner.named_parameters() if id(p) not in divided]
     if others:  # Each stage would have a copy, and a part of its gradient.
         raise _other_shape(model.name, f"it has other parameters besides these: {', '.join(others[:3])}")
-    return Decoder(inner, base, embeddings[0], layers[0], norm, heads[0], model.own_positions)
+    return Decoder(inner, base, embeddings[0], layers[0], norm, heads[0], model.empty_cache)
 
 
 def _are_layers(modules: nn.ModuleList) -> bool:

@@ -28,7 +28,7 @@ from lit_fused import LanguageModel, LinearCrossEntropyLoss, Seq2SeqLanguageMode
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, identify_head, output_layer
 from lit_fused.heads.capture import InputCapture, extract_hidden_states
-from lit_fused.heads.probe import UnsupportedHeadError, explained_after_layer
+from lit_fused.heads.probe import UnsupportedHeadError
 from lit_fused.heads.with_labels import labels_are_shifted_by
 from lit_fused.models.masked_language_model import MaskedLanguageModel
 
@@ -88,7 +88,7 @@ def test_the_identified_head_rebuilds_the_models_own_logits(name):
     inputs = {"input_ids": tiny_batch()["input_ids"], "use_cache": False}
     with torch.no_grad():
         own = model(**inputs).logits
-        with InputCapture(head) as captured:
+        with InputCapture(head, model) as captured:
             placeholder = model(**inputs).logits
     assert placeholder.isnan().all()
     assert placeholder.numel() < own.numel()
@@ -168,8 +168,14 @@ def test_an_error_of_the_models_own_is_explained_only_behind_the_output_layer(be
 
 
 def test_running_out_of_memory_is_no_fault_of_the_model():
-    with pytest.raises(torch.OutOfMemoryError), explained_after_layer(tiny_llama(), [torch.zeros(1)]):
+    def runs_out(*_: Any) -> None:
         raise torch.OutOfMemoryError
+
+    model: Any = tiny_llama()
+    head = identify_head(model)
+    model.lm_head.register_forward_hook(runs_out)
+    with pytest.raises(torch.OutOfMemoryError), InputCapture(head, model):
+        model(tiny_batch()["input_ids"])
 
 
 def test_the_heads_bias_is_scaled_with_the_products_and_cut_with_the_weight():
@@ -397,7 +403,7 @@ def test_hooks_that_make_the_weight_or_see_gradients_are_refused_where_the_layer
     layer = prune.l1_unstructured(nn.Linear(WIDTH, VOCABULARY), "weight", 0.3)
     plain: Any = nn.Sequential(layer)
     plain.get_output_embeddings = lambda: layer
-    for build in (LinearCrossEntropyLoss, lambda layer: output_layer(plain)):
+    for build in (lambda layer: LinearCrossEntropyLoss(output_embeddings=layer), lambda layer: output_layer(plain)):
         with pytest.raises(UserError, match=r"a hook of the output layer makes its weight.*prune.remove"):
             build(layer)
     prune.remove(layer, "weight")
@@ -420,7 +426,7 @@ def test_forward_hooks_that_change_what_a_layer_returns_are_refused_where_it_doe
     ]
     for register, hook in hooks:
         handle = register(hook)
-        for build in (LinearCrossEntropyLoss, lambda layer: output_layer(plain)):
+        for build in (lambda layer: LinearCrossEntropyLoss(output_embeddings=layer), lambda layer: output_layer(plain)):
             with pytest.raises(UserError, match="a hook of the output layer changes its input or output"):
                 build(layer)
         handle.remove()
@@ -444,7 +450,7 @@ def test_a_model_without_get_output_embeddings_is_told_to_add_it():
 def test_capture_keeps_the_layers_input_and_gives_one_row_that_is_no_number():
     layer = nn.Linear(WIDTH, VOCABULARY)
     hidden = torch.randn(2, 3, WIDTH, dtype=torch.bfloat16)
-    capture = InputCapture(OutputHead(layer))
+    capture = InputCapture(OutputHead(layer), layer)
     with capture as inputs:
         placeholder = layer(hidden)
     assert len(inputs) == 1
@@ -454,7 +460,7 @@ def test_capture_keeps_the_layers_input_and_gives_one_row_that_is_no_number():
     with capture as inputs:
         layer(input=hidden)
     assert inputs[0] is hidden
-    with InputCapture(OutputHead(layer, is_by_position=True)):
+    with InputCapture(OutputHead(layer, is_by_position=True), layer):
         assert layer(hidden).shape == (2, 3, 1)
     assert layer(hidden.float()).shape == (2, 3, VOCABULARY)
 
@@ -465,7 +471,7 @@ def test_an_exception_inside_the_capture_leaves_the_layer_as_it_was(wrapped):
     if wrapped:
         layer.forward = lambda hidden: hidden
     before = layer.__dict__.get("forward")
-    with pytest.raises(KeyError), InputCapture(OutputHead(layer)):
+    with pytest.raises(KeyError), InputCapture(OutputHead(layer), layer):
         raise KeyError("in the model's forward")
     assert layer.__dict__.get("forward") is before
     assert ("forward" in layer.__dict__) == wrapped

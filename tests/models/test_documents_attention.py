@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from lit_fused import LanguageModel, LinearCrossEntropyLoss
 from lit_fused.models import documents_attention
 from lit_fused.models.compilation import compile_backbone
-from lit_fused.models.documents_attention import NAME, is_possible
+from lit_fused.models.documents_attention import NAME, is_possible, takes_its_place
 
 GPU = torch.device("cuda")
 ROWS = ((9, 20, 3), (16, 16), (32,), (1, 1, 30))  # lengths of documents
@@ -101,7 +101,7 @@ def test_heads_that_flexattention_does_not_have_are_left_to_masks(size, as_on_a_
     model = fused("qwen3", head_dim=size)
     with torch.no_grad():
         model(rows(*ROWS))
-    assert (model.packing, implementation(model)) == ("positions", "sdpa")
+    assert model.packing == "positions"
 
 
 def test_flexattention_is_for_gpus_in_half_precision_without_dropout():
@@ -111,7 +111,8 @@ def test_flexattention_is_for_gpus_in_half_precision_without_dropout():
     assert not is_possible(single, GPU)
     assert not is_possible(backbone("llama", attention_dropout=0.1), GPU)
     eager.set_attn_implementation("eager")
-    assert not is_possible(eager, GPU)
+    assert takes_its_place(half)
+    assert not takes_its_place(eager)
 
 
 def gradients(model: LanguageModel, batch: dict[str, Tensor]) -> Tensor:

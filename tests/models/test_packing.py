@@ -39,7 +39,8 @@ from lit_fused.data.packing import (
     pad_documents,
 )
 from lit_fused.data.store import Encoded, TokenStore
-from lit_fused.models.documents_apart import OwnPositions, difference
+from lit_fused.models.documents_apart import difference
+from lit_fused.models.documents_attention import empty_cache_for
 
 # --- plans -------------------------------------------------------------------------------------------------------
 
@@ -513,7 +514,8 @@ def test_on_a_gpu_a_deep_model_in_half_precision_is_not_refused_and_mamba_is(att
 # Positions that the model counts itself
 
 
-def test_transformers_looks_for_documents_once_where_the_model_counts_the_positions_of_all_rows(monkeypatch):
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gpt2", "mixtral"])
+def test_transformers_looks_for_documents_only_where_a_batch_has_positions(name, monkeypatch):
     searched: list[torch.Size] = []
     search = masking_utils.find_packed_sequence_indices
 
@@ -522,25 +524,23 @@ def test_transformers_looks_for_documents_once_where_the_model_counts_the_positi
         return search(position_ids)
 
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", counted)
-    model = LanguageModel(tiny_model("qwen3"), LinearCrossEntropyLoss())
+    model, usual = (LanguageModel(tiny_model(name), LinearCrossEntropyLoss()) for _ in range(2))
     model.prepare(torch.device("cpu"))
+    usual.prepare(torch.device("cpu"))
+    usual.empty_cache = None
     batch = tiny_batch()
-    first = model(batch).loss
     searched.clear()
-    assert model(batch).loss == first
-    model({name: value[:1] for name, value in batch.items()})
+    first = model(batch).loss
     assert not searched
+    assert usual(batch).loss == first
+    assert searched
+    searched.clear()
     packed = batch | {"position_ids": torch.arange(batch["input_ids"].shape[1]).remainder(7).expand(3, -1)}
     apart = model(packed).loss
     assert searched
     assert apart != first
-    assert masking_utils.find_packed_sequence_indices is counted
 
 
-def test_positions_that_differ_between_rows_or_begin_anew_are_searched_each_time():
-    own = OwnPositions()
-    begins_anew, of_each_row = torch.arange(8).remainder(4).expand(2, -1), torch.arange(8).repeat(2, 1)
-    with own.spared({"input_ids": torch.zeros(2, 8)}):
-        for positions in (begins_anew, of_each_row, begins_anew, of_each_row[:1], begins_anew[:1]):
-            found = masking_utils.find_packed_sequence_indices(positions)
-            assert (found is None) == (positions.unique().numel() == 8)
+@pytest.mark.parametrize("build", [mamba, lfm2, lambda: tiny_model("falcon_h1")])
+def test_a_model_that_an_empty_cache_does_not_fit_gets_none(build):
+    assert empty_cache_for(build().eval()) is None

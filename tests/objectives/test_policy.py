@@ -260,22 +260,16 @@ def test_rollouts_of_another_model_are_told_with_their_kl(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"reward": math.nan}, r"rollouts.jsonl:2.*reward must be finite numbers, got nan"),
-        ({"reward": None}, "neither a reward nor an advantage"),
+        ({"reward": math.nan}, "rollout 1 of .*rollouts.jsonl: its reward must be finite numbers, .* got nan"),
+        ({"reward": None}, "rollout 1 has other numbers than rollout 0; give them to all"),
         ({"log_probs": [-1.0]}, "it has 1 log_probs for 2 tokens of its completion"),
-        ({"completion_ids": []}, "its completion is empty"),
-        ({"completion_ids": None}, "log_probs belong to tokens|no text 'completion'"),
-        ({"completion_ids": [5] * 2000, "log_probs": [-1.0] * 2000}, "more than data.block_size=1024"),
-        ({"group": [1]}, r"rollouts.jsonl:2.*its group must be a number or a text, got \[1\]"),
-        ({"completion_ids": 5}, "its completion_ids must be a list of token ids, integers from 0; got 5"),
-        ({"completion_ids": ["a", "b"]}, "its completion_ids must be a list of token ids"),
-        ({"completion_ids": [1.5, 2.0]}, "its completion_ids must be a list of token ids"),
-        ({"prompt_ids": [-1]}, "its prompt_ids must be a list of token ids"),
-        ({"log_probs": 5}, "its log_probs must be a list of numbers, one for each token; got 5"),
-        ({"log_probs": [-1.0, 0.5]}, "its log_probs must be at most 0, .* got 0.5"),
+        ({"completion_ids": []}, "it has 4 tokens of a prompt and 0 of a completion; each needs one"),
+        ({"completion_ids": None}, "it has no completion_ids, and no text completion with data.tokenizer"),
+        ({"completion_ids": [5] * 2000, "log_probs": [-1.0] * 2000}, "data.block_size=1024 is the most of both"),
+        ({"log_probs": [-1.0, 0.5]}, "its log_probs must be finite numbers, log_probs at most 0; got .-1.0, 0.5"),
     ],
 )
-def test_bad_rollouts_are_refused_by_their_line(change, words, tmp_path):
+def test_numbers_that_would_be_silently_wrong_are_refused_with_their_rollout(change, words, tmp_path):
     rollouts = lines()
     rollouts[1] |= change
     with pytest.raises(UserError, match=words) as raised:

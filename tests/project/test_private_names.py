@@ -36,7 +36,6 @@ LISTED = {
     "_call_impl": "the module's call without compilation, for layers whose compiler failed",
     "_compiled_call_impl": "nn.Module.compile cannot be taken back, nor asked for, by a public name",
     "_dynamo": "optimize_ddp, and the error of a compiler that fails",
-    "_supports_flex_attn": "transformers' mark of models that take blocks of attention",
     # callbacks
     "_broadcast_sigterm_tensor": "Lightning's question to all ranks before each batch, which every device waits for",
     "_batches_that_stepped": "the step by which Lightning's loggers count",
