@@ -25,9 +25,11 @@ def with_adapters(
         load_in_4bit: hold the pretrained weights, but those of the embedding and the output layer, in 4 bits
             (bitsandbytes, NF4).
     """
-    base = model() if path is None else from_pretrained(path, at_once=True, load_in_4bit=load_in_4bit)
+    own = getattr(model, "keywords", {}).get("path")  # of a pretrained model that is built with further options
+    given = path is None or path == own
+    base = model() if given else from_pretrained(path, at_once=True, load_in_4bit=load_in_4bit)
     assert isinstance(base, PreTrainedModel)
-    if load_in_4bit:
+    if getattr(base, "is_loaded_in_4bit", False):
         base.register_load_state_dict_pre_hook(_without_scales)
     return get_peft_model(base, peft_config)
 

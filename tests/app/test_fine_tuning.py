@@ -148,7 +148,7 @@ def test_a_pretrained_model_says_its_epochs_and_trains_them_with_a_schedule_that
 
 def test_a_run_by_steps_says_how_many_epochs_they_are(tmp_path):
     said, steps, validated, _ = result(tmp_path, *TINY_MODEL, *SYNTHETIC, "trainer.max_steps=12")
-    assert said == "32 rows of 32 tokens: 12 steps are 1.5 epochs"
+    assert said == "32 rows of 32 tokens: 1.5 epochs are 12 steps"
     assert (steps, validated) == (12, [12])
 
 
@@ -157,7 +157,7 @@ def test_a_run_by_steps_says_how_many_epochs_they_are(tmp_path):
     ("overrides", "said", "steps", "validated"),
     [
         (["trainer.max_epochs=1"], "32 rows of 32 tokens: 1 epoch is 8 steps", 8, [2, 4, 6, 8]),
-        (["trainer.max_steps=5"], "32 rows of 32 tokens: 5 steps are 0.62 epochs", 5, [2, 4, 5]),
+        (["trainer.max_steps=5"], "32 rows of 32 tokens: 0.62 epochs are 5 steps", 5, [2, 4, 5]),
         (
             ["trainer.accumulate_grad_batches=3", "trainer.max_epochs=2"],
             "32 rows of 32 tokens: 2 epochs are 6 steps",
@@ -165,12 +165,12 @@ def test_a_run_by_steps_says_how_many_epochs_they_are(tmp_path):
         ),
         (
             ["trainer.limit_train_batches=5", "trainer.max_epochs=1"],
-            "32 rows of 32 tokens, of which 5 of 8 batches in an epoch: 1 epoch is 5 steps",
+            "32 rows of 32 tokens: 1 epoch is 5 steps",
             *(5, [1, 2, 3, 4, 5]),
         ),
         (
             ["trainer.limit_train_batches=2", "trainer.accumulate_grad_batches=4"],
-            "32 rows of 32 tokens, of which 2 of 8 batches in an epoch: 3 epochs are 3 steps",
+            "32 rows of 32 tokens: 3 epochs are 3 steps",
             *(3, [1, 2, 3]),
         ),
         (

@@ -45,7 +45,7 @@ def fit(cfg: DictConfig) -> float | None:
         if cfg.mode == "test" or cfg.test:
             rank_zero_info("The data have no test part: the validation part is used.")
     steps, hints = _Steps(folder), _hints(trainer, folder)
-    trainer.callbacks.append(steps)  # type: ignore[attr-defined]
+    trainer.callbacks.insert(0, steps)  # type: ignore[attr-defined]  (It prints before a bar does.)
     with recording(trainer.loggers, config):
         quiet = {} if fits else {"verbose": False}  # the report prints the results
         getattr(trainer, cfg.mode)(module, data, ckpt_path=cfg.ckpt_path, **quiet)
@@ -143,8 +143,8 @@ class _Steps(L.Callback):
     def __init__(self, folder: Path) -> None:
         self.begun, self._folder = False, folder
 
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        if not self.begun and trainer.is_global_zero:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.is_global_zero:
             for name in ("summary.json", "report.html"):  # of a run that goes on in its folder
                 (self._folder / name).unlink(missing_ok=True)
             rank_zero_info(_length(trainer))
