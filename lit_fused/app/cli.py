@@ -39,6 +39,7 @@ def main(conf: str = _PACKAGED) -> None:
     except UserError as error:
         sys.exit(str(error))
     except KeyboardInterrupt:  # Within a job ``run`` has caught it. It ends here where others do the jobs.
+        print("\nStopped by Ctrl-C", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
 
 

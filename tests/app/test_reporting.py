@@ -242,7 +242,6 @@ broken: none
 hydra:
   callbacks:
     sweep_report: {_target_: lit_fused.app.SweepReport}
-    output_folder: {_target_: lit_fused.app.OutputFolderCheck}
 """
 
 
@@ -306,19 +305,3 @@ def test_an_interrupted_sweep_shows_the_report_of_what_ran(tmp_path: Path) -> No
     assert "Exception ignored" not in result.stderr
     assert of_runs(tmp_path / "sweep") == [("0", "interrupted", None, "unfinished")]
     assert write_report(tmp_path / "sweep") in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("setting", "arguments"), [("hydra.run.dir", ()), ("hydra.sweep.dir", ("-m", "seed=1,2"))], ids=["run", "sweep"]
-)
-def test_an_output_folder_that_cannot_be_written_ends_in_one_sentence(
-    tmp_path: Path, setting: str, arguments: tuple[str, ...]
-) -> None:
-    (tmp_path / "file").write_text("in the way")
-    folder = tmp_path / "file" / "outputs"
-    result = run_script(tmp_path, *arguments, f"{setting}={folder}")
-    assert result.returncode == 1
-    assert result.stderr.strip() == (
-        f"The output folder {folder} cannot be written (Not a directory). Choose another one with {setting}=FOLDER"
-    )
-    assert result.stdout == ""

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lit_fused.app.command_line import command_line
 from lit_fused.app.config import check_config, leave_mps
 from lit_fused.app.fine_tuning import default_epochs
-from lit_fused.app.ranks import is_first_rank
+from lit_fused.app.ranks import end_with_parent, is_first_rank
 from lit_fused.app.reporting.runs import record_failure
 from lit_fused.app.run_folder import claim, leave_nothing
 from lit_fused.app.run_length import open_values
@@ -35,6 +35,7 @@ MODES = {
     "validate": "training",
     "test": "training",
     "generate": "generating",
+    "chat": "generating",
     "recommend": "recommending",
     "plan": "memory_plan",
     "prepare": "preparing",
@@ -43,7 +44,7 @@ MODES = {
 
 # How messages begin that sell a service, repeat the configuration, or are said again when they are done.
 _SAID_BY_LIGHTNING = ("💡 Tip: For seamless cloud", "Trainer already configured", "TPU available", "`Trainer(")
-_SAID_BY_LIGHTNING += ("Restoring states from", "Loading `train_dataloader` to estimate")
+_SAID_BY_LIGHTNING += ("`Trainer.fit` stopped", "Restoring states from", "Loading `train_dataloader` to estimate")
 
 
 def run(cfg: DictConfig) -> float | None:
@@ -51,6 +52,8 @@ def run(cfg: DictConfig) -> float | None:
     ``cfg.metric`` for a sweeper that searches, else None."""
     folder, sweeps, first = Path(cfg.output_dir), HydraConfig.get().mode == RunMode.MULTIRUN, is_first_rank()
     claimed = False
+    if not first:
+        end_with_parent()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _stop)
     try:
@@ -73,7 +76,11 @@ def run(cfg: DictConfig) -> float | None:
         if isinstance(error, UserError):
             raise CompactHydraException(str(error)) from error  # Hydra prints this class as its message alone
         if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
+            said = error.code if isinstance(error, SystemExit) and isinstance(error.code, str) else "Stopped by Ctrl-C"
+            print(said, file=sys.stderr)
             raise SystemExit(128 + signal.SIGINT) from error  # Lightning's is 1
+        if isinstance(error, Stopped) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers send it more than once
         raise error from None if error is not raised else error.__cause__
     finally:
         if first and not sweeps:
@@ -107,6 +114,8 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 def _silence_other_packages() -> None:
     """Suppress messages of other packages that tell a user of the command nothing, also those at their import."""
+    # A warning is a sentence, without the line of source that it came from.
+    warnings.showwarning = lambda message, *_, **__: print(f"Warning: {message}", file=sys.stderr)
     # Tokens are read where they lie: there is nothing to load in parallel.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     # Hydra has made the folder.
