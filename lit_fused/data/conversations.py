@@ -17,7 +17,7 @@ _ROLES = {"human": "user", "observation": "tool", "function_response": "tool"}
 _ROLES |= dict.fromkeys(("gpt", "chatgpt", "model", "bot", "function_call"), "assistant")
 
 
-class LeftOut(Exception):  # noqa: N818 (it is a reason, not a mistake)
+class LeftOut(UserError):  # noqa: N818 (it is a reason, not a mistake)
     """Says why a record of the right form is left out."""
 
 
