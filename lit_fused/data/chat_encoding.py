@@ -29,8 +29,7 @@ from lit_fused.data.conversations import (
     read_conversation,
     says,
 )
-from lit_fused.data.encoding import Encoder, context_and_answer, joined, leave_out
-from lit_fused.data.store import Encoded
+from lit_fused.data.encoding import Encoded, Encoder, context_and_answer, joined, leave_out
 from lit_fused.data.tokenizer import MIN_VOCAB_SIZE
 from lit_fused.errors import UserError
 

@@ -12,8 +12,7 @@ from typing import Any, TypeVar, cast
 from lit_fused.data.chat_encoding import ChatEncoding
 from lit_fused.data.chat_template import TemplatedEncoding
 from lit_fused.data.conversations import LeftOut, check_border, read_messages, read_tools, unknown_form
-from lit_fused.data.encoding import Encoder, context_and_answer, leave_out
-from lit_fused.data.store import Encoded
+from lit_fused.data.encoding import Encoded, Encoder, context_and_answer, leave_out
 from lit_fused.errors import UserError
 from lit_fused.models.special_tokens import closing_tokens, one_of_each
 

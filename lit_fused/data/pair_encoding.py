@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_fused.data.conversations import unknown_form
-from lit_fused.data.encoding import Encoder, RecordEncoding, context_and_answer, leave_out
-from lit_fused.data.store import Encoded
+from lit_fused.data.encoding import Encoded, Encoder, RecordEncoding, context_and_answer, leave_out
 from lit_fused.errors import UserError
 from lit_fused.models.special_tokens import one_of_each
 

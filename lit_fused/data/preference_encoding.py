@@ -14,9 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_fused.data.chat_encoding import ChatEncoding
 from lit_fused.data.conversations import LeftOut, read_tools, unknown_form
-from lit_fused.data.encoding import joined
+from lit_fused.data.encoding import Encoded, joined
 from lit_fused.data.instruction_encoding import InstructionEncoder, InstructionEncoding
-from lit_fused.data.store import Encoded
 from lit_fused.errors import UserError
 
 

@@ -27,7 +27,7 @@ from transformers import ByT5Tokenizer
 from lit_fused.data import ChatEncoding
 from lit_fused.data.chat_encoding import ChatEncoder
 from lit_fused.data.chat_template import CHATML, with_chat_template
-from lit_fused.data.store import Encoded
+from lit_fused.data.encoding import Encoded
 from lit_fused.data.tokenizer import train_tokenizer
 from lit_fused.errors import UserError
 
