@@ -32,7 +32,7 @@ class PreferenceEncoder(InstructionEncoder["PreferenceEncoding"]):
             return without[0]
         if len(sides) == 1:
             nothing = Encoded(sides[0].tokens[:1], np.zeros(1, np.bool_))
-            sides = [sides[0], nothing] if record[self.encoding.label] else [nothing, sides[0]]
+            sides = {True: [sides[0], nothing], False: [nothing, sides[0]]}[record[self.encoding.label]]
         elif np.array_equal(sides[0].tokens, sides[1].tokens):
             raise LeftOut(f"both answers are the same within data.block_size={self.block_size} tokens")
         return joined(sides, tuple(dict.fromkeys(note for side in sides for note in side.notes)))
