@@ -181,7 +181,7 @@ def _placed(key: str, value: Any, folder: str) -> Any:
     return there if key == "cache_dir" or os.path.exists(os.path.join(folder, value)) else value
 
 
-_INCIDENTAL = {"weights", "batch_size", "num_workers", "prepare_workers", "cache_dir", "seed", "max_bad_documents"}
+_INCIDENTAL = {"weights", "batch_size", "num_workers", "prepare_workers", "cache_dir", "seed"}
 
 
 def different_data(data: Any, checkpoint: str) -> str | None:

@@ -217,7 +217,6 @@ class ChatEncoding(TemplatedEncoding):
             trained on the conversations has ChatML.
     """
 
-    kind = "chat"
     made_by = ChatEncoder
     min_vocab_size = MIN_VOCAB_SIZE + len(CHATML_TOKENS)
 

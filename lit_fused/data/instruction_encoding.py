@@ -93,7 +93,6 @@ class InstructionEncoding(TemplatedEncoding):
         chat_template, template_kwargs: Of lists of messages.
     """
 
-    kind = "instruction"
     made_by = InstructionEncoder
 
     prompt: str | None = None

@@ -59,7 +59,6 @@ class PairEncoding(RecordEncoding):
             left out ("skip") or refused ("refuse").
     """
 
-    kind = "pairs"
     made_by = PairEncoder
     packings = ("pairs",)
     whole_sequences = True

@@ -53,7 +53,6 @@ class PreferenceEncoding(InstructionEncoding):
             or refused ("refuse"). A cut one whose prompt alone fills the block is left out.
     """
 
-    kind = "preference"
     made_by = PreferenceEncoder
     packings = ("padded", "packed")
     min_vocab_size = ChatEncoding.min_vocab_size
