@@ -66,7 +66,7 @@ from importlib.machinery import PathFinder
 class Without(PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        absent = {"datasets", "pyarrow", "pandas", "dill", "multiprocess", "xxhash", "charset_normalizer"}
+        absent = {"datasets", "pyarrow", "pandas", "dill", "multiprocess", "xxhash"}
         return None if name.partition(".")[0] in absent else super().find_spec(name, path, target)
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Without
