@@ -16,7 +16,7 @@ _NAMES = {
     "lit_fused": "[A-Z]\\w* from_config from_pretrained",
     "lit_fused.app": "[A-Z]\\w* command_line.command_line mlflow_logger tensorboard_logger wandb_logger",
     "lit_fused.callbacks": "[A-Z]\\w* progress_bar",
-    "lit_fused.data": "[A-Z]\\w* compose_data",
+    "lit_fused.data": "[A-Z]\\w* compose_data load_records",
     "lit_fused.filtered": "Filtered linear_cross_entropy",
     "lit_fused.losses": "[A-Z]\\w*",
     "lit_fused.objectives": "[A-Z]\\w*",

@@ -33,7 +33,7 @@ _PROMPTS, _PROMPT_TOKENS = 64, 16  # held-out documents among which one is chose
 
 @dataclass(frozen=True)
 class Records:
-    """Where records come from: a path and other options of :func:`lit_fused.data.records.load_records`."""
+    """A path and other options of :func:`lit_fused.data.records.load_records`."""
 
     path: str | Path | None
     options: Mapping[str, Any] = field(default_factory=dict)

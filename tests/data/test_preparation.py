@@ -39,7 +39,7 @@ def write_lines(file: Path, documents: list[str]) -> None:
 
 
 def sides(documents: Any, fraction: float) -> tuple[list[Any], list[Any]]:
-    """What is trained on, and what is held out."""
+    """Return what is trained on, and what is held out."""
     split = choose_split(documents, fraction)
     parts = [part for document in documents for part in split.sides(document)]
     return [part for is_out, part in parts if not is_out], [part for is_out, part in parts if is_out]
