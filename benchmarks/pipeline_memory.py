@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-import yaml
 
 from lit_fused.app.reporting.page import PALETTE
 
@@ -32,7 +31,7 @@ def peaks(run: Path) -> list[float]:
 
 def head_gib(run: Path) -> float:
     """The output layer's weight, gradient and AdamW's two moments, in float32."""
-    model = yaml.safe_load((run / ".hydra" / "config.yaml").read_text())["model"]["config"]
+    model = json.loads((run / "run.json").read_text())["config"]["model"]["config"]
     return model["vocab_size"] * model["hidden_size"] * 4 * 4 / GIB
 
 

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from lit_fused.app.commands.recommending import RecommendOptions
     from lit_fused.app.commands.scoring import ScoreOptions
     from lit_fused.app.launching import OwnGpus
-    from lit_fused.app.loggers import RunCSVLogger, mlflow_logger, tensorboard_logger, wandb_logger
-    from lit_fused.app.reporting.hydra_callback import OutputFolderCheck
     from lit_fused.app.reporting.sweep_report import SweepReport
     from lit_fused.models.generation import GenerateOptions
 

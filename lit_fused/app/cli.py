@@ -13,7 +13,8 @@ from pathlib import Path
 import hydra
 
 from lit_fused.app.commands import run
-from lit_fused.app.continued import continue_run
+from lit_fused.app.overrides import with_run
+from lit_fused.errors import UserError
 
 _PACKAGED = "pkg://lit_fused.conf"
 _ANSWERED = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
@@ -33,8 +34,12 @@ def main(conf: str = _PACKAGED) -> None:
             sys.exit(f"{word}: there is no such choice. For a model or data of your own: {meant}")
     warnings.filterwarnings("ignore", message="The version_base parameter")  # of Hydra 1.4; 1.3 warns without it
     try:
-        hydra.main(version_base="1.3", config_path=conf, config_name=continue_run(folder, "train"))(run)()
+        sys.argv[1:] = with_run(sys.argv[1:])
+        hydra.main(version_base="1.3", config_path=conf, config_name="train")(run)()
+    except UserError as error:
+        sys.exit(str(error))
     except KeyboardInterrupt:  # Within a job ``run`` has caught it. It ends here where others do the jobs.
+        print("\nStopped by Ctrl-C", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
 
 

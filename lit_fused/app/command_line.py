@@ -7,8 +7,6 @@ from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 
-from lit_fused.app.continued import NAME
-
 
 def command_line() -> list[str]:
     """Return the command without overrides, for example ``["lit-fused", "--config-dir", "my_conf"]``."""
@@ -22,7 +20,7 @@ def command_line() -> list[str]:
         words = [_program("python", started_in), os.path.relpath(Path(main.path).parent / "train.py", started_in)]
     if "command-line" in sources:
         words += ["--config-dir", os.path.relpath(sources["command-line"].path, started_in)]
-    if hydra.job.config_name not in ("train", NAME):
+    if hydra.job.config_name != "train":
         words += ["--config-name", str(hydra.job.config_name)]
     return words
 

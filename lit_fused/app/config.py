@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from lit_fused.errors import UserError, did_you_mean
 
 _BUILT = ("module", "model", "data", "loss", "optimizer", "scheduler", "trainer", "generate", "plan", "score")
-_PLAIN = ("mode", "ckpt_path", "trust", "test", "prompt", "tags", "seed", "compile", "precision", "output_dir")
+_PLAIN = ("mode", "ckpt_path", "test", "prompt", "tags", "seed", "compile", "precision", "output_dir")
 KEYS = (*_PLAIN, "metric", "mask_probability", "teacher", *_BUILT, "recommend", "callbacks", "logger")
 _HYDRAS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 

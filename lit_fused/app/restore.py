@@ -1,9 +1,6 @@
-"""Build a run's model from one of its checkpoints and its ``.hydra/config.yaml``, for export and to generate text."""
+"""Build a run's model from one of its checkpoints and its overrides, for export, to generate text and to score."""
 
-import os
-import sys
-from collections.abc import Collection, Iterator
-from contextlib import chdir, contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +8,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from transformers import AutoModelForMaskedLM, PreTrainedTokenizerBase
 
-from lit_fused.app.run_config import folder_of_run, read_config, started_in
+from lit_fused.app.overrides import configuration_of, run_of
+from lit_fused.app.run_folder import RUN_FILE
 from lit_fused.atomic import checkpoints_in, whole_checkpoint
 from lit_fused.data.tokenizer import load_tokenizer
 from lit_fused.errors import UserError
@@ -21,39 +19,29 @@ from lit_fused.parallel.checkpoint import check_same_model, read_rest, read_weig
 from lit_fused.training import FusedCausalLMModule, FusedLMModule, FusedMaskedLMModule, FusedSeq2SeqLMModule
 
 
-def run_of(checkpoint: Path) -> Path:
+def run_with(checkpoint: Path) -> Path:
     """Return the folder of the run that wrote a checkpoint. Raises UserError if another program wrote it."""
-    run = folder_of_run(checkpoint)
+    run = run_of(checkpoint)
     if run is None:
         read_weights(checkpoint)  # raises UserError if it is no checkpoint
         raise UserError(
-            f"no folder above {checkpoint} has the configuration of a run (RUN/.hydra/config.yaml for RUN/checkpoints/"
-            "NAME), which says what model it is of; export it in a program of your own: "
+            f"no folder above {checkpoint} is that of a run (RUN/{RUN_FILE} for RUN/checkpoints/NAME), which says what "
+            "model it is of; export it in a program of your own: "
             "module.load_state_dict(lit_fused.parallel.read_weights(PATH)), module.save_pretrained(FOLDER)"
         )
     return run
 
 
-@contextmanager
-def configuration_of(run: Path, allowed: Collection[str] = ()) -> Iterator[DictConfig]:
-    """Yield a run's configuration while the working directory is the one that the run was started in. Raises UserError
-    if the configuration could run code beside that of the ``allowed`` classes."""
-    content = read_config(run, allowed)
-    sys.path[:] = map(os.path.abspath, sys.path)  # nothing is to be imported from a folder that the run names
-    with chdir(started_in(run)):
-        yield DictConfig(content)
-
-
-def load(path: str | Path, *, trust: Collection[str] = ()) -> FusedLMModule:
+def load(path: str | Path, overrides: Sequence[str] = (), *, config_dir: str | None = None) -> FusedLMModule:
     """Return the module of a run, on the CPU, in evaluation mode, with the run's weights or their average.
 
     ``path`` is a checkpoint, file or folder, in its run's folder; a run's folder, of which the newest checkpoint
-    is taken; or a folder that transformers can load, such as the run's ``exported``. ``trust`` names classes of
-    your own that the run's configuration may name. Raises UserError if there is no such thing, it is damaged, or its
-    configuration could run code.
+    is taken; or a folder that transformers can load, such as the run's ``exported``. ``overrides`` come after the
+    run's own; ``config_dir`` is a folder of your own that the run was started with. Raises UserError if there is no
+    such thing, it is damaged, or an override of the run could run code.
     """
     path = Path(path).expanduser().absolute()
-    if (path / ".hydra").is_dir():
+    if (path / RUN_FILE).is_file():
         found = checkpoints_in(path / "checkpoints")  # Copies are written in any order: the last step counts.
         path = max(found, key=lambda checkpoint: read_rest(checkpoint)["global_step"], default=path / "exported")
     if (path / "config.json").is_file():
@@ -64,7 +52,7 @@ def load(path: str | Path, *, trust: Collection[str] = ()) -> FusedLMModule:
         materialize(module.model)
         return module.eval()
     whole_checkpoint(path)
-    with configuration_of(run_of(path), trust) as cfg:
+    with configuration_of(run_with(path), overrides, config_dir) as cfg:
         return restored(cfg, path)
 
 

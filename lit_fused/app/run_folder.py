@@ -1,171 +1,110 @@
-"""Give a run its folder: to one process at a time, cleared of what killed processes left, and with nothing to lose.
+"""Say what a run's folder has: its overrides and configuration, and what it has logged.
 
-The lock belongs to the kernel and ends with its process. All of this happens before Hydra writes into the folder.
+``run.json`` is written when a run begins.
 """
 
 import csv
+import json
 import os
-import re
+import shutil
 import socket
-import tempfile
-import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from contextlib import suppress
-from errno import ENOLCK, ENOSYS, EOPNOTSUPP
 from pathlib import Path
 from typing import Any
 
-import yaml
-from filelock import FileLock, Timeout
-
-from lit_fused.app.fine_tuning import with_rate
-from lit_fused.app.plain_yaml import plain_yaml
 from lit_fused.atomic import newest_in, remove, removed_on_failure
 from lit_fused.errors import UserError, resuming
 
-LOCK, HOLDER, RESUMED = ".lock", ".holder", ".hydra/resumed"
+RUN_FILE = "run.json"
 _RESULTS = ("checkpoints", "metrics.csv", "summary.json", "exported")
-_FILES = ("metrics.csv", "summary.json", "environment.json", "report.html", "error.txt", "train.log", "multirun.yaml")
-_FOLDERS = ("checkpoints", "exported", ".hydra")
-_TEMPORARY = re.compile(r"\.(holder|(environment|summary|report|metrics|plan)\.\w+)\.\d+")
-_PROBE = bytes(2**16)  # A run's first small files take as much.
-
-_locks: dict[Path, FileLock] = {}  # This process has them.
+_OF_THE_BEGINNING = {RUN_FILE, "error.txt", "train.log"}
 
 
-def take(folder: Path, choose: str) -> None:
-    """Create and lock a folder, and clear what killed processes left. UserError, ending in ``choose``, if it cannot be
-    written, another process has it, or other files have the names of its own."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(_PROBE)
-        _lock(folder, choose)
-        with suppress(NotADirectoryError):
-            remove(folder / RESUMED)  # A refused command left it; of a stranger's run it may be a link to elsewhere.
-        for path in (*folder.glob(".*"), *folder.glob("*.partial"), *folder.glob("checkpoints/*.partial")):
-            if path.suffix == ".partial" or _TEMPORARY.fullmatch(path.name):
-                remove(path)
-    except OSError as error:
-        raise UserError(f"The output folder {folder} cannot be written ({error.strerror}). {choose}") from None
-    for names, kind, fits in ((_FILES, "file", os.path.isfile), (_FOLDERS, "folder", os.path.isdir)):
-        for path in (folder / name for name in names):
-            if os.path.lexists(path) and not (fits(path) and os.access(path, os.W_OK)):
-                raise UserError(f"{path} is in the way: it is no {kind} that a run can write. Move it away. {choose}")
+def claim(folder: Path, content: Mapping[str, Any], ckpt_path: str | None) -> None:
+    """Write ``run.json`` into a run's folder, and set aside the metrics of a run that goes on in it.
+
+    Args:
+        content: "overrides", "cwd", "flags" (of a configuration of the user's own) and "config".
+        ckpt_path: of a fit, which goes on in its folder if the checkpoint lies in it.
+
+    Raises UserError if the folder has another run.
+    """
+    goes_on = ckpt_path is not None and Path(ckpt_path).resolve().is_relative_to(folder.resolve())
+    if _is_in_use(read_run_file(folder)):
+        raise UserError(f"{folder} is in use by another run; wait, or choose another folder with hydra.run.dir=FOLDER")
+    if not goes_on and any((folder / name).exists() for name in _RESULTS):
+        newest = newest_in(folder / "checkpoints")
+        resume = f"resume it with {resuming(newest)}, or " if newest else ""
+        raise UserError(f"{folder} has a run already; {resume}choose another folder with hydra.run.dir=FOLDER")
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in (*folder.glob("*.partial"), *folder.glob("checkpoints/*.partial")):  # A killed process left it.
+        remove(path)
+    (folder / "error.txt").unlink(missing_ok=True)
+    if goes_on and (folder / "metrics.csv").is_file():  # Lightning's logger would delete it.
+        os.replace(folder / "metrics.csv", folder / f"metrics.{len(_parts(folder))}.csv")
+    content = {**content, "process": [os.getpid(), socket.gethostname()]}
+    write_whole(folder / RUN_FILE, (json.dumps(content, indent=1, default=str) + "\n").encode())
 
 
-def _lock(folder: Path, choose: str) -> None:
-    lock = FileLock(folder / LOCK)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        # The other process writes it just after it has got the lock.
-        holder = (folder / HOLDER).read_text().strip() if (folder / HOLDER).is_file() else "its process is unknown"
-        raise UserError(
-            f"The folder {folder} is in use by another run ({holder}). Wait until that ends. {choose}"
-        ) from None
-    except (OSError, NotImplementedError) as error:
-        if isinstance(error, OSError) and error.errno not in (ENOSYS, ENOLCK, EOPNOTSUPP):
-            raise
-        return  # some network file systems have no locks
-    _locks[folder] = lock
-    now = time.strftime("%Y-%m-%d %H:%M:%S")
-    write_whole(folder / HOLDER, f"process {os.getpid()} on {socket.gethostname()}, since {now}\n".encode())
-
-
-def in_use(folder: Path) -> bool | None:
-    """Return whether a process of this machine has the folder; None if that cannot be known here. It is asked by its
-    number, because a lock that is tried could refuse a run that starts at this moment."""
-    holder = folder / HOLDER
-    found = re.match(r"process (\d+) on (.*), since", holder.read_text()) if holder.is_file() else None
-    if found is None or found[2] != socket.gethostname():
-        return None
-    if int(found[1]) == os.getpid():
-        return folder in _locks
-    try:
-        with suppress(PermissionError):  # another user's
-            os.kill(int(found[1]), 0)
-    except ProcessLookupError:
+def _is_in_use(saved: Mapping[str, Any]) -> bool:
+    """Return whether another process of this machine has written ``run.json`` and lives."""
+    number, host = saved.get("process") or (os.getpid(), "")
+    if number == os.getpid() or host != socket.gethostname():
         return False
+    try:
+        os.kill(int(number), 0)
+    except OSError as error:
+        return isinstance(error, PermissionError)
     return True
 
 
-def give_back(folder: Path) -> None:
-    """Let other processes have a folder that this process may have taken."""
-    if folder in _locks:
-        _locks.pop(folder).release()
+def leave_nothing(folder: Path, *, claimed: bool) -> None:
+    """Remove the folder of a run that was refused, or of a mode that writes nothing."""
+    with suppress(OSError):
+        if {path.name for path in folder.iterdir()} <= (_OF_THE_BEGINNING if claimed else set()):
+            shutil.rmtree(folder)
+            folder.parent.rmdir()  # of the day, if this was its only run
 
 
-def results_in(folder: Path) -> list[str]:
-    found = (folder / name for name in _RESULTS)
-    return [path.name for path in found if path.is_file() or (path.is_dir() and any(path.iterdir()))]
+def read_run_file(folder: Path) -> dict[str, Any]:
+    """Return the content of ``run.json``: "overrides", "cwd", "flags" and "config"; {} if it is absent or damaged."""
+    with suppress(OSError, ValueError, RecursionError):
+        found = json.loads((folder / RUN_FILE).read_bytes())
+        if isinstance(found, dict) and isinstance(found.get("overrides"), list):
+            return found
+    return {}
 
 
-def check_nothing_is_replaced(folders: Iterable[Path], ckpt_path: Path | None, choose: str) -> None:
-    """Raise UserError if a fit would replace results of another run than that of ``ckpt_path``, absolute."""
-    for folder in folders:
-        results = results_in(folder)
-        if not results or (ckpt_path and ckpt_path.resolve().is_relative_to(folder.resolve())):
-            continue
-        newest = newest_in(folder / "checkpoints")
-        go_on = f" Resume that run with {resuming(newest)}, or empty the folder." if newest else " Empty the folder."
-        raise UserError(
-            f"{folder} has a run already, and this one would replace its {', '.join(results)}.{go_on} {choose}"
-        )
+def metric_rows(folder: Path) -> list[dict[str, str]]:
+    """Return the rows that have a step of ``metrics.csv``, and of the files that were set aside when the run went on.
+
+    What was logged after the step at which a run went on is left out, and so is what it has logged again.
+    """
+    rows: list[dict[str, str]] = []
+    for part in _parts(folder):
+        with suppress(csv.Error), part.open(encoding="utf-8", errors="replace", newline="") as file:
+            new = [row for row in csv.DictReader(file) if (row.get("step") or "").isdecimal()]
+            again = {(row["step"], name) for row in new for name in _logged(row)}
+            first = min((int(row["step"]) for row in new), default=0)
+            old = [r for r in rows if int(r["step"]) <= first and not {(r["step"], n) for n in _logged(r)} & again]
+            rows = [*old, *new] if new else rows
+    return rows
 
 
-def fitted(folder: Path) -> bool:
-    """Return whether a folder has the results of a fit, and not those of another mode alone."""
-    config = folder / ".hydra" / "config.yaml"
-    mode = re.search(r"^mode: (\w+)", config.read_text(encoding="utf-8"), re.MULTILINE) if config.is_file() else None
-    return bool(results_in(folder)) and (mode is None or mode[1] == "fit")
+def _parts(folder: Path) -> list[Path]:
+    """Return the files of a run's metrics in the order in which they were written."""
+    earlier = sorted(folder.glob("metrics.*.csv"), key=lambda path: int("0" + path.suffixes[0][1:]))
+    return [*earlier, *filter(Path.is_file, [folder / "metrics.csv"])]
 
 
-def adopt_configuration(folder: Path) -> None:
-    """Replace the configuration of a run by that of the command that goes on with it, which has not been refused. Its
-    overrides come on top of the run's own."""
-    with suppress(FileNotFoundError):
-        new = [line for line in overrides_in(folder / RESUMED) if not line.startswith("ckpt_path=")]
-        lines = {line.partition("=")[0].lstrip("+"): line for line in [*overrides_in(folder / ".hydra"), *new]}
-        for path in (folder / RESUMED).iterdir():
-            os.replace(path, folder / ".hydra" / path.name)
-        (folder / RESUMED).rmdir()
-        write_whole(
-            folder / ".hydra" / "overrides.yaml",
-            yaml.safe_dump([*lines.values()], width=2**31, allow_unicode=True).encode(),
-        )
-
-
-def overrides_in(folder: Path) -> list[str]:
-    """Return the overrides that Hydra has written into a folder; none if they are not there, or are damaged."""
-    try:
-        found = yaml.safe_load(plain_yaml((folder / "overrides.yaml").read_text(encoding="utf-8")))
-    except (OSError, ValueError, yaml.YAMLError):
-        return []
-    return [*map(str, found)] if isinstance(found, list) else []
+def _logged(row: Mapping[str, str]) -> set[str]:
+    return {name for name, value in row.items() if value and name not in ("step", "epoch")}
 
 
 def write_whole(path: Path, content: bytes) -> None:
     """Replace the file in one step. Nothing is left of a file that cannot be written."""
-    temporary = path.with_name(f".{path.name.removeprefix('.')}.{os.getpid()}")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
     with removed_on_failure(temporary):
         temporary.write_bytes(content)
         os.replace(temporary, path)
-
-
-def read_run_file(folder: Path) -> dict[str, Any]:
-    """Return the overrides and the configuration of a run; {} if they are not there, or are damaged."""
-    with suppress(OSError, ValueError, yaml.YAMLError):
-        config = yaml.safe_load(plain_yaml((folder / ".hydra" / "config.yaml").read_text(encoding="utf-8")))
-        return {
-            "overrides": overrides_in(folder / ".hydra"),
-            "config": with_rate(config) if isinstance(config, dict) else {},
-        }
-    return {"overrides": overrides_in(folder / ".hydra")}
-
-
-def metric_rows(folder: Path) -> list[dict[str, str]]:
-    """Return the rows of ``metrics.csv``; none if it cannot be read."""
-    with suppress(OSError, ValueError, csv.Error), (folder / "metrics.csv").open(encoding="utf-8", newline="") as file:
-        return [*csv.DictReader(file)]
-    return []

@@ -6,7 +6,6 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_fused.callbacks.peak_memory import PeakMemoryMonitor
@@ -67,7 +66,7 @@ class ExportPretrained(L.Callback):
             )
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+        if not trainer.sanity_checking:
             metrics = trainer.callback_metrics
             self._measured[trainer.global_step] = {name: float(metrics[name]) for name in _METRICS if name in metrics}
 

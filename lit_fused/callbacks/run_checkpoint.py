@@ -98,9 +98,10 @@ class RunCheckpoint(ModelCheckpoint):
         self.save_end(trainer)
 
     def save_end(self, trainer: L.Trainer) -> None:
-        """Save the state with which the fit ends, and wait for it: callbacks may read it in ``on_train_end``."""
+        """Save the state with which the fit ends, and wait for it on all ranks: whatever comes may read it."""
         self.save_newest(trainer)
         wait_for_checkpoints(trainer.strategy)
+        trainer.strategy.barrier("the last checkpoint")
 
     def save_newest(self, trainer: L.Trainer) -> None:
         """Save the present state, unless the state of this step is saved; every rank calls it."""
@@ -117,7 +118,7 @@ class RunCheckpoint(ModelCheckpoint):
 
     def _save_if_finite(self, trainer: L.Trainer) -> None:
         try:
-            self.save_newest(trainer)
+            self.save_end(trainer)
         except UserError as error:  # the run ends by a signal, whose exit code counts
             rank_zero_warn(str(error))
 

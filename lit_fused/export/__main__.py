@@ -3,7 +3,7 @@
     python -m lit_fused.export outputs/DATE/TIME/checkpoints/last.ckpt my_model
     python -m lit_fused.export --consolidate outputs/DATE/TIME/checkpoints/last.ckpt last_whole.ckpt
 
-The model is built from the configuration that the run has left beside its checkpoints, whichever strategy wrote them.
+The model is built from the run's overrides, which lie beside its checkpoints, whichever strategy wrote them.
 """
 
 import argparse
@@ -11,29 +11,36 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lit_fused.app.faults import fault_of
 from lit_fused.errors import UserError
 
 
-def export(checkpoint: str | Path, folder: str | Path, *, tokenizer: bool = True, trust: Sequence[str] = ()) -> None:
+def export(
+    checkpoint: str | Path,
+    folder: str | Path,
+    *,
+    tokenizer: bool = True,
+    overrides: Sequence[str] = (),
+    config_dir: str | None = None,
+) -> None:
     """Write a new ``folder`` as :class:`~lit_fused.callbacks.ExportPretrained` does after a fit, whole or not at all.
 
     The checkpoint is a file or a folder in a run's folder. For the run's ``tokenizer``, its text has to be there;
     for a recommender the map of its items (RUN/items.parquet).
-    ``trust`` names classes of your own that the run's configuration may name.
+    ``overrides`` come after the run's own; ``config_dir`` is a folder of your own that the run was started with.
     """
     # Here, because a signal while torch is loaded should end in a word, and --help does not need torch.
     import transformers
 
-    from lit_fused.app.restore import configuration_of, item_map_of, restored, run_of, tokenizer_of
+    from lit_fused.app.overrides import configuration_of
+    from lit_fused.app.restore import item_map_of, restored, run_with, tokenizer_of
     from lit_fused.training import FusedRecommenderModule
 
     transformers.utils.logging.disable_progress_bar()
     checkpoint, folder = Path(checkpoint).absolute(), Path(folder).absolute()
     if folder.exists():
         raise UserError(f"{folder} exists already; choose another folder")
-    run = run_of(checkpoint)
-    with configuration_of(run, trust) as cfg:
+    run = run_with(checkpoint)
+    with configuration_of(run, overrides, config_dir) as cfg:
         module = restored(cfg, checkpoint)
         if isinstance(module, FusedRecommenderModule):  # It has items in place of a tokenizer.
             module.item_map = item_map_of(run, checkpoint)
@@ -47,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("output", help="the folder, or with --consolidate the file, to write")
     parser.add_argument("--consolidate", action="store_true", help="write a folder's content as one checkpoint file")
     parser.add_argument("--no-tokenizer", action="store_true", help="export the model alone")
-    parser.add_argument("--trust", action="append", default=[], metavar="NAME", help="a class of your own in the run")
+    parser.add_argument("overrides", nargs="*", help="of the run's configuration, NAME=VALUE")
+    parser.add_argument("--config-dir", help="the folder of your own choices that the run was started with")
     options = parser.parse_args(arguments)
     try:
         if options.consolidate:
@@ -55,13 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
             consolidate(options.checkpoint, options.output)
         else:
-            export(options.checkpoint, options.output, tokenizer=not options.no_tokenizer, trust=options.trust)
+            more = {"overrides": options.overrides, "config_dir": options.config_dir}
+            export(options.checkpoint, options.output, tokenizer=not options.no_tokenizer, **more)
     except UserError as error:
         sys.exit(str(error))
-    except Exception as error:  # Each library has its own for a full disk; any other is raised again.
-        if not (fault := fault_of(error)):
-            raise
-        sys.exit(fault)
     print(f"wrote {options.output}")
 
 

@@ -172,8 +172,7 @@ def identify_head(model: nn.Module, batch: Mapping[str, Any] | None = None) -> O
         if hasattr(module, "support_avx512bf16_for_cpu"):
             vars(module)["support_avx512bf16_for_cpu"] = False
     inputs = dict(probe_batch(inner, rows=2) if batch is None else batch)
-    eager, autocast = torch.compiler.set_stance("force_eager"), torch.autocast(inner.device.type, enabled=False)
-    with probing(inner), eager, autocast:
+    with probing(inner), torch.autocast(inner.device.type, enabled=False):
         hidden, raw, real, behind = _honest_forward(inner, layer, inputs)
         if not raw.isfinite().all():
             raise UserError(

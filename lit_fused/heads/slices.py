@@ -14,7 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 from lit_fused.heads.capture import first_argument
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
-_LOGITS = 2**23  # of the slice: 32 MiB in float32
+_LOGITS = 2**22  # of the slice: 16 MiB in float32, of which the check makes some ten copies
 _TOKENS = (128, 1024)  # of the slice, at least and at most
 
 

@@ -5,10 +5,10 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lit_fused.heads import OutputHead
+from lit_fused.heads import OutputHead, output_layer
 from lit_fused.heads.capture import router_loss, weights_here
 from lit_fused.heads.probe import without_cache
 from lit_fused.heads.with_labels import ignored_by_own_loss, labels_are_shifted_by, makes_no_decoder_inputs
@@ -54,10 +54,10 @@ class FusedPass(LanguageModel):
     def begin(self, batch: Batch) -> tuple[OutputHead, dict[str, Any]]:
         """Return the head, identified if need be, and the arguments of the model's forward."""
         if self._head is None or self._layer != self._named_layer():
+            _stay_gathered(output_layer(self.backbone))
             self.prepare(self.backbone.device)  # type: ignore[arg-type]
         head = self.head_for(batch)
-        if isinstance(head.layer, FSDPModule):  # Its weight stays gathered until backward has passed.
-            head.layer.set_reshard_after_forward(False, recurse=False)
+        _stay_gathered(head.layer)
         return head, self.inputs_of(batch)
 
     @one_graph_break
@@ -149,6 +149,12 @@ class FusedPass(LanguageModel):
         if batch.get("return_dict") is None and getattr(self.transformers_model.config, "return_dict", True):  # type: ignore[union-attr]
             return inputs
         return inputs | {"return_dict": True}
+
+
+def _stay_gathered(layer: nn.Module) -> None:
+    """Keep the weight of a layer that is a unit of FSDP2 gathered from its forward until backward has passed."""
+    if isinstance(layer, FSDPModule):
+        layer.set_reshard_after_forward(False, recurse=False)
 
 
 class FusedSeq2SeqPass(Seq2SeqLanguageModel, FusedPass):

@@ -1,54 +1,28 @@
-"""Check a batch's inputs before a model runs with them."""
+"""Look at a first batch for mistakes that would be silent, or that end in an error which does not name them."""
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
-from lit_fused.losses.loss import Batch
-from lit_fused.models import documents_apart
+from lit_fused.losses.loss import Batch, has_shifted_labels, labels_of
+from lit_fused.ops.label_checks import IGNORE_INDEX
+
+_TELLING_TOKENS = 8  # So many labels are not all next tokens, or all left as they were by a mask, by chance.
 
 
 def check_inputs_of(model: PreTrainedModel | None, batch: Batch) -> None:
-    """Raise UserError, with what to change in the data, for inputs of a wrong type, shape, device or, on a CPU, value:
-    on a GPU the embedding asserts it. A backbone that is no transformers model (None) is not asked."""
-    ids, embeds, mask = (batch.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask"))
-    if model is None:
-        return
-    if isinstance(embeds, Tensor) and embeds.dtype != model.dtype:
-        converted = torch.is_autocast_enabled(embeds.device.type) and embeds.dtype != torch.float64  # Autocast does it.
-        if not converted:
+    """Raise UserError for token ids, on a CPU, that the model's embedding does not have, and for a mask of another
+    shape or that lets documents see each other. A backbone that is no transformers model (None) is not asked."""
+    ids, table = batch.get("input_ids"), getattr(model and model.get_input_embeddings(), "weight", None)
+    if isinstance(ids, Tensor) and isinstance(table, Tensor):  # Some models have a table for each codebook.
+        mask = batch.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape != ids.shape:
             raise UserError(
-                f"inputs_embeds are {embeds.dtype} but the model is {model.dtype}; convert them where the batch is "
-                f"made: inputs_embeds.to({model.dtype})"
+                f"attention_mask of shape {tuple(mask.shape)} does not fit input_ids of shape {tuple(ids.shape)}; make "
+                "both in the same place, the tokenizer or the collate function"
             )
-    if not isinstance(ids, Tensor):
-        return
-    if ids.dtype.is_floating_point or ids.ndim < 2:
-        raise UserError(
-            f"input_ids must be integers (B, T), got {ids.dtype} of shape {tuple(ids.shape)}; make them so in the "
-            "dataset or its collate function: torch.stack the sequences, .long() their values"
-        )
-    if not ids.numel():
-        raise UserError(
-            f"input_ids of shape {tuple(ids.shape)} have no token; leave such a batch out or, where each rank needs "
-            "one, give it a row whose labels are all -100"
-        )
-    table = getattr(model.get_input_embeddings(), "weight", None)
-    if not isinstance(table, Tensor):  # The model has several tables, one for each codebook.
-        return
-    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape != ids.shape:
-        raise UserError(
-            f"attention_mask of shape {tuple(mask.shape)} does not fit input_ids of shape {tuple(ids.shape)}; make "
-            "both in the same place, the tokenizer or the collate function"
-        )
-    documents_apart.check_mask(batch)
-    if ids.device != table.device:
-        raise UserError(
-            f"input_ids are on {ids.device} but the model is on {table.device}; Lightning moves a batch and its "
-            "module by itself, outside of it call .to(device) on the batch and the model"
-        )
-    check_entries(ids, len(table))
+        check_mask(batch)
+        check_entries(ids, len(table))
 
 
 def check_entries(ids: Tensor, entries: int) -> None:
@@ -57,4 +31,53 @@ def check_entries(ids: Tensor, entries: int) -> None:
         raise UserError(
             f"input_ids must lie in [0, {entries}), the entries of the model's embedding, got values from "
             f"{ids.min().item()} to {ids.max().item()}; does the tokenizer have more entries than the model?"
+        )
+
+
+def check_mask(batch: Batch) -> None:
+    """Raise a UserError if positions begin anew where an "attention_mask" (B, T) lets tokens attend to those before:
+    beside a mask, transformers does not look for documents. Waits for a GPU if a batch has both."""
+    positions, mask = batch.get("position_ids"), batch.get("attention_mask")
+    if not (isinstance(positions, Tensor) and isinstance(mask, Tensor) and positions.ndim == mask.ndim == 2):
+        return
+    if positions.shape[1] == mask.shape[1] and len(positions) in (1, len(mask)):
+        attended = mask != 0
+        if ((positions.diff(dim=-1) <= 0) & attended[:, 1:] & attended[:, :-1]).any():
+            raise UserError(
+                "position_ids begin anew within a row, as documents do that are packed into it, and an attention_mask "
+                "beside them lets each document attend to those before; leave attention_mask out of the batch, or "
+                "position_ids if a row is one document"
+            )
+
+
+def _compared(batch: Batch) -> tuple[Tensor, Tensor] | None:
+    ids, labels = batch.get("input_ids"), labels_of(batch)
+    if not isinstance(ids, Tensor) or ids.shape != labels.shape or (labels != IGNORE_INDEX).sum() < _TELLING_TOKENS:
+        return None
+    return ids, labels
+
+
+def refuse_shifted_twice(batch: Batch) -> None:
+    """Raise UserError if labels (B, T), which will be shifted, are those of the next tokens already."""
+    compared = None if has_shifted_labels(batch) else _compared(batch)
+    if compared is None:
+        return
+    ids, labels = compared
+    valid = labels[..., :-1] != IGNORE_INDEX
+    shifted = (labels[..., :-1] == ids[..., 1:])[valid].all()
+    if shifted and (labels[..., :-1] != ids[..., :-1])[valid].any():
+        raise UserError(
+            "the labels of this batch are its next tokens: label t equals token t + 1, and they would be shifted a "
+            "second time; pass labels that are aligned with input_ids, or name these 'shift_labels' in the batch"
+        )
+
+
+def refuse_seen(batch: Batch) -> None:
+    """Raise UserError if every label (B, T) of a masked model is the token that it sees there."""
+    compared = _compared(batch)
+    if compared is not None and (compared[0] == compared[1])[compared[1] != IGNORE_INDEX].all():
+        raise UserError(
+            "every label of this batch is the token that the model sees at the same position, so that it would learn "
+            "to copy; mask tokens of input_ids, and set labels to -100 where nothing is to be predicted: "
+            "transformers' DataCollatorForLanguageModeling does both, and so does data=text"
         )

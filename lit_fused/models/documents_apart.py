@@ -48,22 +48,6 @@ def is_packed(batch: Mapping[str, Any]) -> bool:
     return may_be_packed(batch) and bool((batch["position_ids"].diff(dim=-1) != 1).any())
 
 
-def check_mask(batch: Mapping[str, Any]) -> None:
-    """Raise a UserError if positions begin anew where an "attention_mask" (B, T) lets tokens attend to those before:
-    beside a mask, transformers does not look for documents. Waits for a GPU if a batch has both."""
-    positions, mask = batch.get("position_ids"), batch.get("attention_mask")
-    if not (isinstance(positions, Tensor) and isinstance(mask, Tensor) and positions.ndim == mask.ndim == 2):
-        return
-    if positions.shape[1] == mask.shape[1] and len(positions) in (1, len(mask)):
-        attended = mask != 0
-        if ((positions.diff(dim=-1) <= 0) & attended[:, 1:] & attended[:, :-1]).any():
-            raise UserError(
-                "position_ids begin anew within a row, as documents do that are packed into it, and an attention_mask "
-                "beside them lets each document attend to those before; leave attention_mask out of the batch, or "
-                "position_ids if a row is one document"
-            )
-
-
 def arguments(model: PreTrainedModel, batch: Mapping[str, Any], form: Form) -> dict[str, Any]:
     """Return the arguments that ``model`` needs in addition to a packed batch. FlashAttention needs the documents'
     ends; transformers finds them itself for a single row only."""

@@ -40,10 +40,9 @@ from lit_fused.losses.loss import (
 from lit_fused.losses.own_losses import as_loss
 from lit_fused.losses.standard import token_losses_of_logits
 from lit_fused.models import documents_apart, documents_attention
-from lit_fused.models.batch_checks import check_inputs_of
+from lit_fused.models.batch_checks import check_inputs_of, refuse_shifted_twice
 from lit_fused.models.checked_slice import spot_check
 from lit_fused.models.documents_apart import Form, is_packed, may_be_packed
-from lit_fused.models.first_labels import refuse_shifted_twice
 from lit_fused.models.load import is_deferred
 from lit_fused.ops.label_checks import check_integers, check_one_per_position
 

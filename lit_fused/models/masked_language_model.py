@@ -7,7 +7,7 @@ from typing import Any
 
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch
-from lit_fused.models.first_labels import refuse_seen
+from lit_fused.models.batch_checks import refuse_seen
 from lit_fused.models.seq2seq_language_model import Seq2SeqLanguageModel
 
 

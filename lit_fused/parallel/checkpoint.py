@@ -6,7 +6,7 @@
 
 Any strategy on any number of devices resumes from either. Reading one runs no code: tensors of a folder are in
 safetensors, and everything else is read with ``weights_only=True``. Either appears whole or not at all. In a fit it is
-written by a thread, from a copy in CPU memory, while training goes on; the next save waits for it, and so does the end.
+written by a thread while training goes on (:mod:`~lit_fused.parallel.snapshot`); the next save and the end wait for it.
 """
 
 import warnings
@@ -23,11 +23,9 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -36,12 +34,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from lit_fused.atomic import REST, partial_of, put_in_place, remove, removed_on_failure, whole_checkpoint, written_whole
 from lit_fused.errors import UserError
-from lit_fused.parallel.collectives import local, objects_of_ranks
+from lit_fused.parallel.collectives import objects_of_ranks
+from lit_fused.parallel.snapshot import Snapshots
 
 _OPTIONS = "lit_fused_optimizer_options"  # in meta.pt: what states of optimisers have beside tensors, one dict each
 _WEIGHTS = "state_dict."
@@ -196,8 +195,7 @@ class CheckpointFiles(TorchCheckpointIO):
 
     def __init__(self, trainer: L.Trainer) -> None:
         self.trainer = trainer
-        self._stager: BlockingAsyncStager | None = None
-        self._form: list[Any] = []  # of the tensors that it copies
+        self.snapshots = Snapshots()
         self._thread: ThreadPoolExecutor | None = None
         self._jobs: list[Future[None]] = []
 
@@ -205,32 +203,16 @@ class CheckpointFiles(TorchCheckpointIO):
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        self.wait()  # The copy in CPU memory is used again.
-        copy, target = self._staged(checkpoint), Path(path)
+        self.wait()  # One copy in CPU memory is enough.
+        copy, target = self.snapshots.take(checkpoint, self.trainer), Path(path)
 
         def write() -> None:
+            self.snapshots.wait()
             target.parent.mkdir(parents=True, exist_ok=True)
             with written_whole(target) as partial:
                 torch.save(copy, partial)
 
         self.run(write)
-
-    def _staged(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy whose tensors are in CPU memory; one that stands at several places, as a tied weight does, is
-        copied once."""
-        tensors = dict[str, Tensor]()
-
-        def key_of(tensor: Tensor) -> str:
-            return f"{tensor.data_ptr()} {tuple(tensor.shape)} {tensor.stride()} {tensor.dtype}"
-
-        def note(tensor: Tensor) -> Tensor:
-            tensors.setdefault(key_of(tensor), tensor.detach())
-            return tensor
-
-        apply_to_collection(checkpoint, Tensor, note)
-        numbered = {str(number): tensor for number, tensor in enumerate(tensors.values())}
-        copies = dict(zip(tensors, self.stager_of(numbered).stage(numbered).values(), strict=True))
-        return apply_to_collection(checkpoint, Tensor, lambda tensor: copies[key_of(tensor)])
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
@@ -247,15 +229,7 @@ class CheckpointFiles(TorchCheckpointIO):
         self.wait()
         if self._thread is not None:
             self._thread.shutdown()
-        self._thread = self._stager = None
-
-    def stager_of(self, tensors: Mapping[str, Tensor]) -> BlockingAsyncStager:
-        """Return what copies these tensors to CPU memory; on a GPU that memory is pinned, and used again."""
-        form = [(key, tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()]
-        if self._stager is None or form != self._form:
-            is_cuda = self.trainer.strategy.root_device.type == "cuda"
-            self._stager, self._form = BlockingAsyncStager(cache_staged_state_dict=is_cuda), form
-        return self._stager
+        self._thread = None
 
     def run(self, job: Callable[[], None]) -> None:
         """Run a job in the background of a fit, after those before it; at once where no fit runs."""
@@ -279,8 +253,10 @@ class CheckpointFiles(TorchCheckpointIO):
 
 def prepare_checkpoints(trainer: L.Trainer) -> None:
     """Put :class:`CheckpointFiles` in place of Lightning's plugin, if the user has chosen no other."""
-    if type(trainer.strategy.checkpoint_io) in (TorchCheckpointIO, CheckpointFiles):
-        trainer.strategy.checkpoint_io = CheckpointFiles(trainer)
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+        files = CheckpointFiles(trainer)
+        trainer.strategy.checkpoint_io = files
+        trainer.callbacks = [files.snapshots, *trainer.callbacks]  # type: ignore[attr-defined]
 
 
 def wait_for_checkpoints(strategy: Strategy) -> None:
@@ -321,29 +297,20 @@ class FolderCheckpoints(ModelParallelStrategy):
             ]
             for index, state in enumerate(states):
                 tensors |= _above(f"optimizer_{index}.", {k: v for k, v in state.items() if isinstance(v, Tensor)})
-        seen = set[int]()
-        for key, tensor in tensors.items():  # The format has no tensor twice, as tied weights would be.
-            place = local(tensor).untyped_storage().data_ptr()
-            tensors[key] = tensor.clone() if place in seen else tensor
-            seen |= {place} if place else set()
         self._writers = self._writers or dist.new_group(backend="gloo")
-        with removed_on_failure(partial):
-            written: Any = async_save(
-                tensors,
-                storage_writer=HuggingFaceStorageWriter(str(partial), save_distributed=True),
-                process_group=self._writers,
-                async_stager=files.stager_of(tensors),
-            )
+        copy = files.snapshots.take(tensors, files.trainer, shared=False)  # The format has no tensor twice.
 
-        def finish() -> None:
+        def write() -> None:
             with removed_on_failure(partial):
+                files.snapshots.wait()
                 with _own_error():
-                    written.result()  # on the first rank: those of all ranks
+                    writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
+                    save(copy, storage_writer=writer, process_group=self._writers)
                 if self.is_global_zero:
                     torch.save(checkpoint, partial / REST)
                     put_in_place(partial, path)
 
-        files.run(finish)
+        files.run(write)
         if not files.is_busy:
             self.barrier()
 

@@ -10,8 +10,8 @@ from lit_fused.parallel import Placement
 
 
 class SpotChecks:
-    """Checks the first batch with labels of "training", the first of each "evaluation", and a batch after every so many
-    optimiser steps; 0: none."""
+    """Checks the first batch with labels of "training", the first of each "evaluation", and every n-th step of the
+    optimiser; 0: none."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -34,7 +34,8 @@ class SpotChecks:
             return
         is_first = stage in self.first_due
         self.first_due.discard(stage)
-        self._next_step = step + self.every if stage == "training" else self._next_step
+        if stage == "training":  # Step 99 is the hundredth: a check after it would wait for the copies of a save.
+            self._next_step = step + self.every - (step + 1) % self.every
         fault = None
         try:
             placement.spot_check(model, batch, thorough=is_first)

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 import lit_fused
 from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.app.commands.generating import generate
+from lit_fused.app.overrides import with_run
 from lit_fused.app.restore import tokenizer_of
 from lit_fused.callbacks import ExportPretrained, WeightAverage
 from lit_fused.models.generation import GenerateOptions, continuation, encode_prompt, generation_config
@@ -54,7 +55,7 @@ def greedy_text(folder: Path) -> str:
 
 def said(capsys: Any, *overrides: str) -> str:
     """Return what ``mode=generate`` prints, in this process."""
-    generate(composed(*GREEDY, "trainer.accelerator=cpu", *overrides))
+    generate(composed(*with_run([*GREEDY, "trainer.accelerator=cpu", *overrides])))
     return capsys.readouterr().out
 
 
@@ -78,7 +79,7 @@ def test_without_trained_weights_the_mode_refuses_in_one_sentence(run, tmp_path,
     tiny_model("llama").save_pretrained(tmp_path / "bare")
     for overrides, message in (
         ([], "mode=generate needs trained weights, and this model would have random ones"),
-        ([f"ckpt_path={alone}"], "no folder above .*alone.ckpt has the configuration of a run"),
+        ([f"ckpt_path={alone}"], "no folder above .*alone.ckpt is that of a run"),
         (["model=pretrained", f"model.path={tmp_path / 'bare'}"], "bare has no tokenizer to read the prompt with"),
         ([f"ckpt_path={best}", "generate.chat=true"], "chat=true needs a tokenizer with a chat template"),
         ([f"ckpt_path={best}", "generate.max_new_tokens=2000"], "more than the 1024 positions"),

@@ -11,11 +11,9 @@ from commands import SYNTHETIC, TINY_MODEL, train
 from composed import CONF, composed
 from hydra.utils import instantiate
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
-from omegaconf import OmegaConf
 
 from lit_fused.app.commands import MODES
 from lit_fused.app.config import check_config, leave_mps
-from lit_fused.app.trusted import check_trusted
 from lit_fused.errors import UserError
 
 GROUPS = ("optimizer", "scheduler", "debug", "trainer")
@@ -23,10 +21,8 @@ CHOICES = [f"{group}={file.stem}" for group in GROUPS for file in (CONF / group)
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_each_choice_fits_and_a_run_that_has_it_is_resumed(choice):
-    cfg = composed(choice)
-    check_config(cfg, MODES)
-    check_trusted(OmegaConf.to_container(cfg), Path("run"), [])
+def test_each_choice_fits(choice):
+    check_config(composed(choice), MODES)
 
 
 def rates(*overrides: str, steps: int = 20) -> list[float]:

@@ -1,6 +1,5 @@
 """One command, the same numbers, whoever starts its processes: Lightning, torchrun, SLURM or a sweep's launcher."""
 
-import csv
 import json
 import os
 import signal
@@ -16,6 +15,8 @@ import torch
 from commands import ROOT, SYNTHETIC, TINY_MODEL, Finished, environment, run_forked, train
 from hydra import compose, initialize_config_dir
 from torchrun import COMMAND
+
+from lit_fused.app.run_folder import metric_rows
 
 JOB = [*SYNTHETIC, *TINY_MODEL, "callbacks=measure", "strategy=fsdp2", "trainer.devices=2", "trainer.accelerator=cpu"]
 STEPS = ["trainer.max_steps=3", "trainer.enable_checkpointing=false"]
@@ -130,8 +131,7 @@ def test_the_example_for_sbatch_is_requeued_before_its_limit_and_resumes(cluster
     reached = steps_of(last)
     finish([start([*script, f"trainer.max_steps={reached + 2}"], cluster, **job)])
     assert steps_of(last) == reached + 2
-    with (cluster / "outputs/4321/metrics.csv").open() as file:
-        steps = [int(row["step"]) for row in csv.DictReader(file) if row["train/loss"]]
+    steps = [int(row["step"]) for row in metric_rows(cluster / "outputs/4321") if row.get("train/loss")]
     assert steps == list(range(reached + 2)), "it began anew, or a step is missing or there twice"
 
 

@@ -1,185 +1,106 @@
-"""The folder of a run: one process at a time has it, and nothing in it is replaced without a word."""
+"""The folder of a run: no run replaces another one, and one that was refused leaves none."""
 
-import io
-import os
-import re
-import shlex
-import signal
+import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import filelock
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from test_reporting import run_script
+from commands import SYNTHETIC, TINY_MODEL, train
 
-from lit_fused.app import run_folder
-from lit_fused.app.run_folder import (
-    RESUMED,
-    adopt_configuration,
-    check_nothing_is_replaced,
-    fitted,
-    give_back,
-    overrides_in,
-    take,
-)
-from lit_fused.errors import UserError, resuming
-
-ELSEWHERE = "Choose another one with hydra.run.dir=FOLDER"
+from lit_fused.app.run_folder import claim, leave_nothing, metric_rows, read_run_file
+from lit_fused.errors import UserError
 
 
-def in_use(folder: Path) -> subprocess.Popen[str]:
-    """A process that has taken the folder and lives."""
-    program = "import sys, time, pathlib; from lit_fused.app.run_folder import take; "
-    program += "take(pathlib.Path(sys.argv[1]), ''); print('taken', flush=True); time.sleep(60)"
-    process = subprocess.Popen([sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE, text=True)
+def test_a_run_takes_no_folder_of_another_and_goes_on_in_its_own(tmp_path):
+    claim(tmp_path / "run", {"overrides": ["seed=1"]}, None)
+    newest = tmp_path / "run" / "checkpoints" / "step-000010.ckpt"
+    newest.parent.mkdir()
+    newest.touch()
+    (tmp_path / "run" / "metrics.csv").write_text("step,a\n")
+    for path in (None, str(tmp_path / "other" / "last.ckpt")):
+        with pytest.raises(
+            UserError, match=rf"has a run already; resume it with ckpt_path={newest}, or choose another"
+        ):
+            claim(tmp_path / "run", {"overrides": []}, path)
+    claim(tmp_path / "run", {"overrides": ["seed=2"]}, str(newest))
+    assert read_run_file(tmp_path / "run")["overrides"] == ["seed=2"]
+    assert [path.name for path in (tmp_path / "run").glob("*.csv")] == ["metrics.1.csv"]
+
+
+def test_a_run_takes_no_folder_of_a_process_that_lives_and_that_of_one_that_left_no_results(tmp_path):
+    program = "import sys, pathlib; from lit_fused.app.run_folder import claim; "
+    program += (
+        "claim(pathlib.Path(sys.argv[1]), {'overrides': []}, None); print('claimed', flush=True); sys.stdin.read()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
-    assert process.stdout.readline() == "taken\n"
-    return process
+    assert process.stdout.readline() == "claimed\n"
+    with pytest.raises(UserError, match="is in use by another run"):
+        claim(tmp_path, {}, None)
+    process.communicate("\n")
+    (tmp_path / "checkpoints.partial").mkdir()
+    claim(tmp_path, {}, None)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
-def test_a_second_run_in_a_folder_is_refused_by_name_until_the_first_is_gone_however_it_ends(tmp_path):
-    first = in_use(tmp_path)
-    try:
-        with pytest.raises(UserError, match=rf"in use by another run \(process {first.pid} on .*since .*{ELSEWHERE}"):
-            take(tmp_path, ELSEWHERE)
-        second = run_script(tmp_path, f"hydra.run.dir={tmp_path}")
-        assert second.returncode == 1
-        assert second.stderr.count("\n") == 1
-        assert f"process {first.pid}" in second.stderr
-        assert not (tmp_path / ".hydra").exists()
-    finally:
-        first.send_signal(signal.SIGKILL)
-        first.communicate()
-    take(tmp_path, ELSEWHERE)
-    give_back(tmp_path)
+def test_a_folder_with_results_stays(tmp_path):
+    for claimed, name in ((True, "metrics.csv"), (False, "run.json")):
+        folder = tmp_path / str(claimed)
+        folder.mkdir()
+        (folder / name).touch()
+        leave_nothing(folder, claimed=claimed)
+        assert folder.exists()
 
 
-def test_a_file_system_without_locks_is_no_reason_not_to_run(tmp_path, monkeypatch):
-    def unsupported(self: filelock.FileLock, timeout: float) -> None:
-        raise OSError(95, "Operation not supported")
+def test_rows_of_a_run_that_went_on_are_read_as_those_of_one(tmp_path):
+    def write(name: str, *lines: str) -> None:
+        (tmp_path / name).write_text("epoch,step,train/loss,val/loss\n" + "".join(f"{line}\n" for line in lines))
 
-    monkeypatch.setattr(run_folder.FileLock, "acquire", unsupported)
-    take(tmp_path, ELSEWHERE)
-
-
-def test_what_killed_processes_left_is_cleared_and_nothing_else(tmp_path):
-    left = [".environment.json.4321", ".summary.json.1", "exported.partial", "checkpoints/step-000005.ckpt.partial"]
-    mine = [".notes.12", "checkpoints/step-000005.ckpt", "partial", ".env"]
-    for name in (*left, *mine):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("x")
-    (tmp_path / "checkpoints" / "last.ckpt.partial").mkdir()
-    take(tmp_path, ELSEWHERE)
-    give_back(tmp_path)
-    assert not [name for name in left if (tmp_path / name).exists()]
-    assert all((tmp_path / name).exists() for name in mine)
-    assert not (tmp_path / "checkpoints" / "last.ckpt.partial").exists()
+    write("metrics.1.csv", "0,7,6.0,", "0,7,,8.0", "0,8,5.0,", "0,9,4.0")  # It was killed after step 9, and saved at 7.
+    write("metrics.csv", "0,7,,8.5", "0,8,5.5,", "0,9,4.5,")
+    found = [(row["step"], row["train/loss"], row["val/loss"]) for row in metric_rows(tmp_path)]
+    assert found == [("7", "6.0", ""), ("7", "", "8.5"), ("8", "5.5", ""), ("9", "4.5", "")]
 
 
 @pytest.mark.parametrize(
-    ("name", "make"),
+    ("words", "status"),
     [
-        ("metrics.csv", Path.mkdir),
-        ("summary.json", os.mkfifo),
-        ("error.txt", Path.mkdir),
-        ("report.html", Path.mkdir),
-        ("checkpoints", Path.touch),
-        (".hydra", Path.touch),
-        ("exported", lambda path: path.symlink_to("nowhere")),
+        (["+foo=1"], 1),
+        (["mode=validate", "ckpt_path=no.ckpt"], 1),
+        (["data.block_size=-1"], 1),
+        (["loss=liger"], 1),
+        (["mode=generate"], 1),
+        (["mode=generate", "prompt=a"], 1),
     ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_is_in_the_way_is_named_before_anything_runs(name, make, tmp_path):
-    make(tmp_path / name)
-    with pytest.raises(UserError, match=rf"{re.escape(str(tmp_path / name))} is in the way: .*{ELSEWHERE}"):
-        take(tmp_path, ELSEWHERE)
-    give_back(tmp_path)
+def test_a_refused_command_leaves_no_folder(words, status, tmp_path):
+    done = train(tmp_path, *SYNTHETIC, *TINY_MODEL, *words)
+    assert done.status == status, done.output
+    left = [path for path in (tmp_path / "outputs").rglob("*") if path.is_file()]
+    assert not left, left
+    assert not (tmp_path / "outputs").is_dir() or not [*(tmp_path / "outputs").iterdir()]
 
 
-def test_a_full_disk_is_noticed_before_anything_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_folder.tempfile, "TemporaryFile", lambda dir: io.FileIO("/dev/full", "wb"))
-    with pytest.raises(UserError, match=rf"{tmp_path} cannot be written \(No space left on device\). {ELSEWHERE}"):
-        take(tmp_path, ELSEWHERE)
+def test_a_refused_command_leaves_the_run_in_its_folder_as_it_was(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text('{"overrides": ["seed=1"]}')
+    (tmp_path / "run" / "metrics.csv").write_text("step,a\n")
+    for words in (["hydra.run.dir=run"], ["hydra.run.dir=run", "mode=validate"]):
+        done = train(tmp_path, *SYNTHETIC, *TINY_MODEL, *words)
+        assert "has a run already" in done.output
+        assert read_run_file(tmp_path / "run")["overrides"] == ["seed=1"]
+        assert sorted(path.name for path in Path(tmp_path / "run").iterdir()) == ["metrics.csv", "run.json"]
 
 
-def results(folder: Path) -> Path:
-    (folder / "checkpoints").mkdir(parents=True)
-    for step in (5, 10):
-        (folder / "checkpoints" / f"step-{step:06d}.ckpt").write_text("whole")
-        time.sleep(0.01)
-    (folder / "metrics.csv").write_text("epoch,step\n")
-    return folder
-
-
-def test_a_fit_replaces_no_other_in_its_folder_and_goes_on_with_its_own(tmp_path):
-    run, other = results(tmp_path / "run"), results(tmp_path / "other")
-    newest = run / "checkpoints" / "step-000010.ckpt"
-    said = rf"would replace its checkpoints, metrics.csv\. Resume that run with ckpt_path={newest}.*{ELSEWHERE}"
-    for path in (None, other / "checkpoints" / "step-000010.ckpt"):
-        with pytest.raises(UserError, match=said):
-            check_nothing_is_replaced([tmp_path / "new", run], path, ELSEWHERE)
-    check_nothing_is_replaced([run], newest, ELSEWHERE)
-    check_nothing_is_replaced([tmp_path / "new"], newest, ELSEWHERE)
-
-
-def test_a_command_that_is_refused_leaves_the_configuration_of_the_run_as_it_was(tmp_path):
-    run = results(tmp_path / "run")
-    (run / ".hydra").mkdir()
-    (run / ".hydra" / "config.yaml").write_text("mode: fit\n")
-    assert fitted(run)
-    again = run_script(tmp_path, "hydra.run.dir=run", "seed=2")
-    assert again.returncode == 1
-    assert "has a run already" in again.stderr
-    assert again.stderr.count("\n") == 1
-    assert (run / ".hydra" / "config.yaml").read_text() == "mode: fit\n"
-
-
-@pytest.mark.parametrize(
-    ("runs", "subdir", "refused"), [(["0", "1"], "${hydra.job.num}", "1"), (["run-1"], "run-${seed}", "run-1")]
-)
-def test_a_sweep_is_not_started_over_another(runs, subdir, refused, tmp_path):
-    for name in runs:
-        (results(tmp_path / "sweep" / name) / ".hydra").mkdir()
-        (tmp_path / "sweep" / name / ".hydra" / "config.yaml").write_text("mode: fit\n")
-    if "0" in runs:  # It is finished.
-        (tmp_path / "sweep" / "0" / "summary.json").touch()
-    again = run_script(tmp_path, "-m", "seed=1,2", "hydra.sweep.dir=sweep", f"hydra.sweep.subdir={subdir}")
-    assert again.returncode == 1
-    said = rf"sweep/{refused} has a run already.*alone.*hydra.run.dir=ITS_FOLDER.*hydra.sweep.dir=FOLDER"
-    assert re.search(said, again.stderr)
-    assert (tmp_path / "sweep" / refused / ".hydra" / "config.yaml").read_text() == "mode: fit\n"
-
-
-@pytest.mark.parametrize("name", ["plain", "a b", "a,b", "a=b (c)", "prénom", "it's", 'a\\"b', "[1]", "a\nb", "~"])
-def test_the_word_that_resumes_a_run_is_read_by_a_shell_and_hydra_as_the_path(name):
-    path = f"/runs/{name}/checkpoints/last.ckpt"
-    (word,) = shlex.split(resuming(path))
-    (override,) = OverridesParser.create().parse_overrides([word])
-    assert (override.key_or_group, override.value(), override.is_sweep_override()) == ("ckpt_path", path, False)
-
-
-def test_a_link_in_the_place_of_a_new_configuration_is_removed_and_not_followed(tmp_path):
-    run, elsewhere = results(tmp_path / "run"), tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "precious").touch()
-    (run / ".hydra").mkdir()
-    (run / RESUMED).symlink_to(elsewhere)
-    take(run, ELSEWHERE)
-    give_back(run)
-    adopt_configuration(run)
-    assert not (run / RESUMED).is_symlink()
-    assert [path.name for path in elsewhere.iterdir()] == ["precious"]
-
-
-def test_the_overrides_of_a_run_that_goes_on_are_its_own_and_those_of_the_command(tmp_path):
-    for folder, lines in ((".hydra", "- seed=2\n- +a=1\n"), (RESUMED, "- ckpt_path=x\n- a=3\n")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "overrides.yaml").write_text(lines)
-    adopt_configuration(tmp_path)
-    assert overrides_in(tmp_path / ".hydra") == ["seed=2", "a=3"]
-
-
-def test_a_checkpoint_that_is_no_path_is_left_to_the_check_of_the_configuration(tmp_path):
-    assert "Callback" not in run_script(tmp_path, "+ckpt_path=[a,b]", "hydra.run.dir=run").stderr
+def test_a_run_says_its_overrides_and_its_configuration(tmp_path):
+    done = train(tmp_path, *SYNTHETIC, *TINY_MODEL, "trainer.max_steps=2", "callbacks=measure", "hydra.run.dir=run")
+    assert done.status == 0, done.output
+    found = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert found["overrides"] == [*SYNTHETIC, *TINY_MODEL, "trainer.max_steps=2", "callbacks=measure"]
+    assert found["cwd"] == str(tmp_path)
+    assert found["config"]["trainer"]["max_steps"] == 2
+    assert not (tmp_path / "run" / ".hydra").exists()

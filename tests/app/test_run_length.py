@@ -47,8 +47,9 @@ def test_what_the_settings_leave_open_is_filled_in_and_the_rest_stays():
         node |= open_values(node)
         return [node[key] for key in ("max_steps", "val_check_interval", "check_val_every_n_epoch")]
 
-    assert lengths() == [250, 250, None]
-    assert lengths("trainer.accumulate_grad_batches=4") == [250, 1000, None]
+    assert lengths() == [250, 63, None]
+    assert lengths("trainer.max_steps=19") == [19, 19, None]
+    assert lengths("trainer.accumulate_grad_batches=4") == [250, 252, None]
     assert lengths("trainer.max_epochs=-1", "trainer.max_steps=-1") == [-1, 1.0, 1]
     assert lengths("trainer.val_check_interval=50", "trainer.max_epochs=2") == [-1, 50, None]
     assert open_values(

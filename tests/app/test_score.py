@@ -24,7 +24,7 @@ def test_a_teachers_scores_are_stored_and_a_student_trains_on_them_but_on_no_oth
     teacher = train(tmp_path, *TINY_MODEL, *TEXT, *fit, "hydra.run.dir=teacher")
     assert teacher.status == 0, teacher.output
     score = ("mode=score", "ckpt_path=teacher/checkpoints/last.ckpt", "score.path=scores.parquet", "score.top_k=5")
-    scored = train(tmp_path, *TINY_MODEL, *TEXT, *score)
+    scored = train(tmp_path, *score)  # the data are the run's
     assert scored.status == 0, scored.output
     assert "scores.parquet" in scored.output
     assert pq.read_metadata(tmp_path / "scores.parquet").num_rows > 0

@@ -97,8 +97,7 @@ def test_a_search_is_told_of_a_run_without_its_metric(metrics, message, sweeper)
 
 
 def hold(count: int, folder: Path, answer: Connection) -> None:
-    os.environ["XDG_RUNTIME_DIR"] = str(folder)
-    answer.send(launching.claim(["0", "1", "2"], count, poll_seconds=0.05))
+    answer.send(launching.claim(folder, ["0", "1", "2"], count, poll_seconds=0.05))
     time.sleep(60)
 
 
@@ -146,9 +145,8 @@ def test_more_jobs_than_there_are_gpus_for_are_refused_before_any_runs(devices, 
         launching.OwnGpus().on_multirun_start(config(devices, jobs))
 
 
-def test_a_job_sees_the_gpus_that_it_has_locked_among_those_of_the_user(tmp_path, monkeypatch):
+def test_a_job_sees_the_gpus_that_it_has_locked_among_those_of_the_user(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(launching, "_held", [])
     callback = launching.OwnGpus()
     callback.on_multirun_start(config(2, 1))
@@ -156,32 +154,14 @@ def test_a_job_sees_the_gpus_that_it_has_locked_among_those_of_the_user(tmp_path
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5"
     callback.on_job_start(config(2, 1))  # the worker's next job
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5"
-    assert len(launching._held) == 2
     for lock in launching._held:
         lock.release()
-    assert {Path(lock.lock_file).parent for lock in launching._held} == {tmp_path / "lit_fused"}
-    assert (tmp_path / "lit_fused").stat().st_mode & 0o777 == 0o700
-
-
-def test_gpus_are_locked_in_a_folder_of_the_users_own(tmp_path, monkeypatch):
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = launching._lock_folder()
-    assert folder.is_relative_to(tmp_path)
-    assert folder.stat().st_mode & 0o777 == 0o700
-    folder.rmdir()
-    folder.symlink_to(tmp_path)
-    with pytest.raises(SystemExit, match="is a link or another user's; remove it"):
-        launching._lock_folder()
-    folder.unlink()
-    monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(SystemExit, match="is a link or another user's; remove it"):
-        launching._lock_folder()
 
 
 def test_on_the_cpu_nothing_is_locked(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(launching, "_held", [])
-    launching.OwnGpus().on_multirun_start(config(8, 8, "cpu"))
-    launching.OwnGpus().on_job_start(config(8, 8, "cpu"))
+    callback = launching.OwnGpus()
+    callback.on_multirun_start(config(8, 8, "cpu"))
+    callback.on_job_start(config(8, 8, "cpu"))
     assert launching._held == []

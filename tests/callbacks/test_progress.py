@@ -14,13 +14,12 @@ import lightning as L
 import pytest
 import torch
 from commands import SYNTHETIC, TINY_MODEL, command, environment
-from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 from torch.utils.data import DataLoader
 
 from lit_fused import FusedCausalLMModule
 from lit_fused.callbacks import progress_bar
-from lit_fused.callbacks.training_progress import total_steps
+from lit_fused.callbacks.training_progress import ProgressLines, RunBar, total_steps
 
 
 @pytest.mark.parametrize(
@@ -52,22 +51,24 @@ def test_an_endless_data_set_without_a_limit_has_no_end():
     assert total_steps(trainer) == float("inf")
 
 
-def test_a_file_gets_the_steps_and_the_losses_now_and_then(tmp_path, monkeypatch, capsys):
+def test_a_file_gets_lines_with_steps_losses_and_every_validation(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdout.isatty", lambda: False, raising=False)
-    trainer = quiet_trainer(tmp_path, max_steps=40, enable_progress_bar=True, callbacks=[progress_bar()])
-    trainer.fit(FusedCausalLMModule(tiny_llama()), loader(ragged_batches(40)))
-    states = re.findall(r"(\d+)/40 \[[^\r]*train/loss=[\d.]+", capsys.readouterr().out)
-    assert list(dict.fromkeys(states)) == ["20", "40"]
+    options: Any = {"max_steps": 40, "val_check_interval": 10, "enable_progress_bar": True}
+    trainer = quiet_trainer(tmp_path, callbacks=[progress_bar()], **options)
+    trainer.fit(FusedCausalLMModule(tiny_llama()), loader(ragged_batches(40)), loader(ragged_batches(2)))
+    lines = re.findall(r"^step (\d+)/40, loss [\d.]+(, val loss [\d.]+)?$", capsys.readouterr().out, re.MULTILINE)
+    assert [step for step, val in lines if val] == ["10", "20", "30", "40"]
+    assert lines[0] == ("1", "")
 
 
 @pytest.mark.parametrize(
     ("terminal", "environment", "kind"),
     [
-        (True, {"TERM": "xterm-256color"}, RichProgressBar),
-        (True, {"TERM": "xterm-256color", "NO_COLOR": "1"}, RichProgressBar),
-        (True, {"TERM": "dumb"}, TQDMProgressBar),
-        (False, {"TERM": "xterm-256color"}, TQDMProgressBar),
-        (False, {"TERM": "xterm-256color", "FORCE_COLOR": "1"}, TQDMProgressBar),
+        (True, {"TERM": "xterm-256color"}, RunBar),
+        (True, {"TERM": "xterm-256color", "NO_COLOR": "1"}, RunBar),
+        (True, {"TERM": "dumb"}, ProgressLines),
+        (False, {"TERM": "xterm-256color"}, ProgressLines),
+        (False, {"TERM": "xterm-256color", "FORCE_COLOR": "1"}, ProgressLines),
     ],
 )
 def test_a_terminal_that_moves_its_cursor_has_a_bar_and_all_else_lines(terminal, environment, kind, monkeypatch):
@@ -103,9 +104,10 @@ def test_a_real_terminal_shows_the_run(term: str, tmp_path: Path) -> None:
         process.kill()
         os.close(parent)
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output)
-    assert "train/loss" in plain
+    assert re.search(r"loss \d+\.\d+", plain)
+    assert "Trainer.fit" not in plain
     assert not re.search(r"\x1b\[([0-9]+;)*[349][0-9][;m]", output), "NO_COLOR: no colours"
-    assert ("━" in plain.partition("Epoch")[2].partition("train/loss")[0]) == (term != "dumb")
+    assert ("━" in plain.partition("Epoch")[2].partition("loss")[0]) == (term != "dumb")
 
 
 def everything(terminal: int, end: float) -> str:

@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ from parallel_cases import backbone, batches
 from safetensors.torch import load_file, save_file
 from torch.optim import AdamW
 from torchrun import run, run_whatever_comes, torchrun
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.atomic import is_whole, newest_in, put_in_place, written_whole
+from lit_fused.parallel import FSDP2Strategy
 from lit_fused.parallel.checkpoint import (
     consolidate,
     in_groups,
@@ -33,6 +36,7 @@ from lit_fused.parallel.checkpoint import (
     read_weights,
     with_names,
 )
+from lit_fused.parallel.collectives import local
 
 JOB = Path(__file__).parents[1] / "helpers" / "checkpoint_job.py"
 
@@ -319,3 +323,30 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("strategy", ["auto", "fsdp2"])
+def test_a_gpu_that_copies_beside_the_next_step_saves_the_state_of_its_own(strategy, tmp_path):
+    """A thousand million bytes take longer to copy than the next forward pass."""
+    states = list[dict[str, torch.Tensor]]()
+
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any, **__: Any) -> None:
+            states.append({name: local(p.detach()).clone() for name, p in module.named_parameters()})
+            trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
+
+    config = LlamaConfig(vocab_size=65536, hidden_size=1024, intermediate_size=2048, num_hidden_layers=4)
+    module = FusedCausalLMModule(LlamaForCausalLM(config), optimizer=partial(torch.optim.AdamW, lr=1e-3))
+    options = {
+        "accelerator": "gpu",
+        "precision": "bf16-mixed",
+        "strategy": FSDP2Strategy() if strategy == "fsdp2" else strategy,
+    }
+    trainer = quiet_trainer(tmp_path, max_steps=4, callbacks=[Saves()], **options)
+    trainer.fit(module, loader(batches()[:8]))
+    for step, state in enumerate(states, 1):
+        saved = read_checkpoint(tmp_path / f"{step}.ckpt")
+        assert all(torch.equal(saved["state_dict"][name], weight.cpu()) for name, weight in state.items())
+        assert {int(own["step"]) for own in saved["optimizer_states"][0]["state"].values()} == {step}

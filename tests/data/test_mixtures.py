@@ -18,8 +18,6 @@ from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.app.commands import MODES
 from lit_fused.app.config import check_config
-from lit_fused.app.continued import _at_home
-from lit_fused.app.trusted import check_trusted
 from lit_fused.data.loader import BatchOrder
 from lit_fused.data.mixture import shares
 
@@ -230,22 +228,6 @@ def test_sets_and_weights_that_do_not_fit_are_one_sentence_before_anything_is_re
 def test_the_configuration_takes_one_path_or_several():
     check_config(composed("data=text", "data.path={web: a.txt, code: b.txt}", "data.weights={web: 1, code: 2}"), MODES)
     check_config(composed("data=chat", "data.path=a.jsonl", "data.val_path={x: b.jsonl}"), MODES)
-
-
-def test_a_run_that_goes_on_elsewhere_finds_its_sets_and_their_names_are_no_arguments(paths, tmp_path, monkeypatch):
-    run = tmp_path / "run"
-    (run / ".hydra").mkdir(parents=True)
-    (run / ".hydra" / "hydra.yaml").write_text(f"hydra: {{runtime: {{cwd: {tmp_path}}}}}")
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    sets = {"web": "web.jsonl", "token": {"path": "code.jsonl", "encoding": "web.jsonl"}, "name": str(paths["web"])}
-    tree = {"data": {"path": sets, "_target_": "lit_fused.data.compose_data"}}
-    check_trusted(tree, run, [])
-    found = _at_home(tree, run)["data"]["path"]
-    assert found["web"] == found["name"] == str(paths["web"])
-    assert found["token"] == {"path": str(paths["code"]), "encoding": "web.jsonl"}
-    with pytest.raises(UserError, match=r"names os.system \(data.path._target_\)"):
-        check_trusted({"data": {"path": {"_target_": "os.system"}}}, run, [])
 
 
 @pytest.mark.slow

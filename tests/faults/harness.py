@@ -9,12 +9,11 @@ again, and at last lets it end. A seed chooses the signals and the moments. A ch
 - all processes of a killed run were gone within ``ALONE_S``, also where one rank of two was killed and the other asked
   to end, as torchrun does,
 - its last checkpoint (weights, optimiser, schedule, loops) and its export are bitwise those of the undisturbed run,
-- ``metrics.csv`` has every step once, and no file is left over that the undisturbed run does not leave.
+- the metrics have every step once, and no file is left over that the undisturbed run does not leave.
 """
 
 import argparse
 import contextlib
-import csv
 import json
 import os
 import random
@@ -36,6 +35,7 @@ from commands import ROOT, environment, text_folder
 from torch import Tensor
 from torchrun import rendezvous
 
+from lit_fused.app.run_folder import metric_rows
 from lit_fused.parallel.checkpoint import read_checkpoint
 
 STEPS, SAVE_EVERY = 24, 3
@@ -108,8 +108,7 @@ def left(folder: Path) -> dict[str, Any]:
     out = folder / "run" / "out"
     last = out / "checkpoints" / "last.ckpt"
     state = read_checkpoint(last)
-    with (out / "metrics.csv").open(newline="") as file:
-        steps = [int(row["step"]) for row in csv.DictReader(file) if row.get("train/loss")]
+    steps = [int(row["step"]) for row in metric_rows(out) if row.get("train/loss")]
     return {
         "state": {name: state[name] for name in ("state_dict", "optimizer_states", "lr_schedulers", "global_step")},
         "export": {file.name: _without_memory(file.read_bytes()) for file in (out / "exported").iterdir()},
@@ -119,6 +118,7 @@ def left(folder: Path) -> dict[str, Any]:
             str(path.relative_to(folder / "run"))
             for path in (folder / "run").rglob("*")
             if not path.is_relative_to(last) and "cache" not in path.parts and path.suffix != ".log"
+            if not re.fullmatch(r"metrics\.\d+\.csv", path.name)
         },
         "cache": sorted(path.name.rpartition("-")[0] for path in (folder / "run" / "cache" / "lit_fused").iterdir()),
     }
@@ -272,10 +272,7 @@ def _written_since(run: Path, pattern: str | None, started: float) -> bool:
 def _check_newest(folder: Path, kills: list[Kill]) -> None:
     """Refuse a loss of more than one save interval, by the steps that were logged."""
     metrics = folder / "run" / "out" / "metrics.csv"
-    if not metrics.exists():
-        return
-    with metrics.open(newline="") as file:
-        logged = max((int(row["step"] or 0) for row in csv.DictReader(file) if row.get("step")), default=0)
+    logged = max((int(row["step"]) for row in metric_rows(metrics.parent)), default=0)
     saved = max((_step(path) for path in _checkpoints(folder)), default=0)
     if saved < logged - SAVE_EVERY:
         raise PromiseError(f"{kills}: step {logged} was logged, and the newest checkpoint is of step {saved}")

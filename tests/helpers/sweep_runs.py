@@ -20,8 +20,8 @@ def write_run(
 ) -> None:
     """A run's folder as Hydra, Lightning's CSVLogger and train.py leave it; ``metrics=None`` is a run that failed."""
     folder = sweep / str(name)
-    (folder / ".hydra").mkdir(parents=True)
-    (folder / ".hydra" / "overrides.yaml").write_text("".join(f"- {override}\n" for override in overrides) or "[]\n")
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"overrides": [*overrides]}))
     lines = ["epoch,step,train/loss,val/loss"]
     for step, loss in enumerate(curve):
         lines += [f"0,{10 * step},{loss},", f"0,{10 * step},,8.5"]

@@ -115,10 +115,6 @@ def test_labels_that_are_the_next_tokens_are_refused_once_there_are_enough_to_te
     [
         (lambda: LanguageModel(tiny_llama(), ModelInternalLoss()), "shift_labels, and loss=model leaves the labels to"),
         (
-            lambda: LanguageModel(tiny_llama(), lambda h, labels: h.mean()),
-            "does not know: give it a parameter",
-        ),
-        (
             lambda: Seq2SeqLanguageModel(tiny_seq2seq("t5"), LinearCrossEntropyLoss()),
             "labels that are never shifted; name",
         ),
@@ -130,6 +126,9 @@ def test_who_cannot_take_shifted_labels_says_so(model, message):
 
 
 def test_a_function_of_ones_own_gets_shifted_labels_by_their_name():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'shift_labels'"):
+        LanguageModel(tiny_llama(), lambda h, labels: h.mean())({"input_ids": IDS, "shift_labels": SUCCESSORS})
+
     def mean(hidden_states: Tensor, labels: Tensor, shift_labels: Any = None) -> Tensor:
         return F.cross_entropy(backbone.lm_head(hidden_states).flatten(0, 1), shift_labels.flatten())
 

@@ -231,8 +231,9 @@ def test_the_filter_is_trained_with_its_correction_and_without(tmp_path, monkeyp
 
 
 def run_of_a_pipeline(folder: Path, peaks: list[float]) -> None:
-    (folder / ".hydra").mkdir(parents=True)
-    (folder / ".hydra" / "config.yaml").write_text("model: {config: {vocab_size: 65536, hidden_size: 1024}}")
+    folder.mkdir(parents=True)
+    config = {"model": {"config": {"vocab_size": 65536, "hidden_size": 1024}}}
+    (folder / "run.json").write_text(json.dumps({"overrides": [], "config": config}))
     metrics = {f"memory/rank_{rank}_gib": peak for rank, peak in enumerate(peaks)}
     (folder / "summary.json").write_text(json.dumps({"metrics": metrics}))
 

@@ -1,6 +1,6 @@
 """Run what ``mode=`` names: each mode is a function of the composed configuration.
 
-A mode's module is imported when the configuration is right, and with it torch.
+A mode's module is imported when the configuration is right.
 """
 
 import logging
@@ -9,21 +9,23 @@ import signal
 import sys
 import threading
 import warnings
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hydra.errors import CompactHydraException, InstantiationException
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lit_fused.app.command_line import command_line
 from lit_fused.app.config import check_config, leave_mps
-from lit_fused.app.faults import explain, fault_of
 from lit_fused.app.fine_tuning import default_epochs
-from lit_fused.app.ranks import check_port, end_if_asked, end_if_deaf, end_with_run, is_first_rank
+from lit_fused.app.ranks import end_with_parent, is_first_rank
 from lit_fused.app.reporting.runs import record_failure
+from lit_fused.app.run_folder import claim, leave_nothing
 from lit_fused.app.run_length import open_values
 from lit_fused.errors import Stopped, UserError, needing
 
@@ -39,34 +41,25 @@ MODES = {
     "score": "scoring",
 }
 
-
 # How messages begin that sell a service, repeat the configuration, or are said again when they are done.
 _SAID_BY_LIGHTNING = ("💡 Tip: For seamless cloud", "Trainer already configured", "TPU available", "`Trainer(")
-_SAID_BY_LIGHTNING += ("Restoring states from", "Loading `train_dataloader` to estimate")
+_SAID_BY_LIGHTNING += ("`Trainer.fit` stopped", "Restoring states from", "Loading `train_dataloader` to estimate")
 
 
 def run(cfg: DictConfig) -> float | None:
     """Check the configuration and do what ``cfg.mode`` says, showing a UserError as its message. Return the metric
     ``cfg.metric`` for a sweeper that searches, else None."""
-    try:
-        error_file = Path(str(cfg.get("output_dir") or "."), "error.txt")
-    except OmegaConfBaseException:  # ${...} that leads nowhere: check_config says so
-        error_file = Path("error.txt")
-    if is_first_rank():
-        with suppress(OSError):
-            error_file.unlink()  # An earlier run in this folder left it.
-    else:
-        end_with_run(error_file)
+    folder, sweeps, first = Path(cfg.output_dir), HydraConfig.get().mode == RunMode.MULTIRUN, is_first_rank()
+    claimed = False
+    if not first:
+        end_with_parent()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _stop)
     try:
+        if first and (sweeps or cfg.mode in ("fit", "validate", "test")):
+            claim(folder, _beginning(cfg), cfg.ckpt_path if cfg.mode == "fit" else None)
+            claimed = True
         _silence_other_packages()
-        trainer = cfg.get("trainer") or {}
-        if trainer.get("strategy") != "auto" or trainer.get("devices") not in (1, "1", "auto"):
-            if is_first_rank():
-                check_port()
-            if threading.current_thread() is threading.main_thread():
-                end_if_deaf()
         check_config(cfg, MODES)
         chosen: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
         cfg.trainer.update(open_values(chosen, default_epochs(cfg)))
@@ -77,32 +70,39 @@ def run(cfg: DictConfig) -> float | None:
         return mode(cfg)
     except BaseException as raised:  # A signal raises Stopped.
         error = _before_teardown(raised)
-        # Hydra wraps what a configured object raises.
-        cause = error.__cause__ if isinstance(error, InstantiationException) else error
-        sentence = str(cause) if isinstance(cause, UserError) else fault_of(error) or explain(error)
-        is_first = record_failure(error_file, UserError(sentence) if sentence else error)
-        if not is_first and isinstance(error, Exception):
-            raise SystemExit(1) from None  # another rank has failed before, and says why
-        if sentence:
-            raise CompactHydraException(sentence) from error  # Hydra prints this class as its message alone
+        if claimed:
+            record_failure(folder / "error.txt", error)
+        if isinstance(error, UserError):
+            raise CompactHydraException(str(error)) from error  # Hydra prints this class as its message alone
         if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
-            if isinstance(error, SystemExit) and isinstance(error.code, str):
-                print(error.code, file=sys.stderr)
+            said = error.code if isinstance(error, SystemExit) and isinstance(error.code, str) else "Stopped by Ctrl-C"
+            print(said, file=sys.stderr)
             raise SystemExit(128 + signal.SIGINT) from error  # Lightning's is 1
         if isinstance(error, Stopped) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers send it more than once
-        if error is raised:
-            raise
-        raise error from None
+        raise error from None if error is not raised else error.__cause__
     finally:
-        end_if_asked()
+        if first and not sweeps:
+            leave_nothing(folder, claimed=claimed)
+
+
+def _beginning(cfg: DictConfig) -> dict[str, Any]:
+    """Return what a run says of itself when it begins."""
+    hydra, words = HydraConfig.get(), command_line()
+    flags = words[next((i for i, word in enumerate(words) if word.startswith("--")), len(words)) :]
+    try:
+        config = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException:  # The check will say so.
+        config = {}
+    return {"overrides": [*hydra.overrides.task], "cwd": hydra.runtime.cwd, "flags": flags, "config": config}
 
 
 def _before_teardown(error: BaseException) -> BaseException:
-    """Return what ended the run. While Lightning ends a trainer whose data were not loaded yet, another error comes."""
+    """Return what ended the run: Hydra wraps what a configured object raises, and while Lightning ends a trainer whose
+    data were not loaded yet, another error comes."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, (Stopped, UserError)):
-        found = None if found.__suppress_context__ else found.__context__
+        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
     return error if found is None else found
 
 
@@ -113,6 +113,8 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 def _silence_other_packages() -> None:
     """Suppress messages of other packages that tell a user of the command nothing, also those at their import."""
+    # A warning is a sentence, without the line of source that it came from.
+    warnings.showwarning = lambda message, *_, **__: print(f"Warning: {message}", file=sys.stderr)
     # Tokens are read where they lie: there is nothing to load in parallel.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     # Hydra has made the folder.
@@ -126,14 +128,10 @@ def _silence_other_packages() -> None:
             logger.addHandler(logging.StreamHandler())
         logger.propagate = False
     # matplotlib logs its fonts, datasets the frameworks that are installed, Liger the backends of devices that are not
-    # here, bitsandbytes products that no optimiser takes, and Lightning services that were not chosen. Torch logs at
-    # the end of the process how it used a cache, if a signal comes before it has set its own levels.
-    for name in ("matplotlib", "datasets", "torch._subclasses.fake_tensor"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    for name in ("liger_kernel.backends.registry", "bitsandbytes"):
+    # here, and bitsandbytes products that no optimiser takes.
+    for name in ("matplotlib", "datasets", "liger_kernel.backends.registry", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: not record.getMessage().startswith(_SAID_BY_LIGHTNING)
     )
-    logging.raiseExceptions = False  # A log file on a full disk ends no run.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -11,7 +11,7 @@ from rich.text import Text
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lit_fused.app.one_device import on_device, one_device_trainer
-from lit_fused.app.restore import configuration_of, restored, run_of, tokenizer_of
+from lit_fused.app.restore import restored, run_with, tokenizer_of
 from lit_fused.errors import UserError
 from lit_fused.models.generation import (
     GenerateOptions,
@@ -66,12 +66,10 @@ def _trained(cfg: DictConfig) -> tuple[FusedLMModule, PreTrainedTokenizerBase]:
     """Return a trained model and its tokenizer; UserError without either."""
     if cfg.ckpt_path is not None:
         checkpoint = Path(cfg.ckpt_path).absolute()
-        run = run_of(checkpoint)
-        with configuration_of(run, cfg.trust) as of_run:
-            tokenizer = tokenizer_of(run, of_run)
-            if tokenizer is not None:
-                return restored(of_run, checkpoint), tokenizer
-        raise UserError(f"the run of {checkpoint} has no tokenizer: its data are tokens; it cannot generate text")
+        tokenizer = tokenizer_of(run_with(checkpoint), cfg)
+        if tokenizer is None:
+            raise UserError(f"the run of {checkpoint} has no tokenizer: its data are tokens; it cannot generate text")
+        return restored(cfg, checkpoint), tokenizer
     module = instantiate(cfg.module)(instantiate(cfg.model))
     model = module.model.transformers_model
     path = "" if model is None else model.name_or_path

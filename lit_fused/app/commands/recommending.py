@@ -10,7 +10,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from lit_fused.app.one_device import on_device, one_device_trainer
-from lit_fused.app.restore import configuration_of, item_file_of, restored, run_of
+from lit_fused.app.restore import item_file_of, restored, run_with
 from lit_fused.data.interactions import histories_of, write_recommendations
 from lit_fused.errors import UserError
 from lit_fused.parallel.checkpoint import read_rest
@@ -42,18 +42,16 @@ def recommend(cfg: DictConfig) -> None:
     if cfg.ckpt_path is None:
         raise UserError("mode=recommend needs trained weights: give ckpt_path=RUN/checkpoints/last.ckpt")
     trainer = one_device_trainer(cfg)
-    checkpoint, here = Path(cfg.ckpt_path).absolute(), Path.cwd()
-    run = run_of(checkpoint)
-    with configuration_of(run, cfg.trust) as of_run:
-        module: Any = restored(of_run, checkpoint)
-        if not isinstance(module, FusedRecommenderModule):
-            raise UserError(f"mode=recommend needs a run of module=recommender, and this is a {type(module).__name__}")
-        data: Any = instantiate(of_run.data, folder=None, items=item_file_of(run))
-        data.see_checkpoint(read_rest(checkpoint))
-        # The file may have grown since: its new items come last, and the model has no rows of them.
-        known = replace(data.interactions, item_ids=data.interactions.item_ids[: module.model.num_items])
-        columns = data.columns[:3]
-    users = None if options.users is None else here / options.users
+    checkpoint = Path(cfg.ckpt_path).absolute()
+    run = run_with(checkpoint)
+    module: Any = restored(cfg, checkpoint)
+    if not isinstance(module, FusedRecommenderModule):
+        raise UserError(f"mode=recommend needs a run of module=recommender, and this is a {type(module).__name__}")
+    data: Any = instantiate(cfg.data, folder=None, items=item_file_of(run))
+    data.see_checkpoint(read_rest(checkpoint))
+    # The file may have grown since: its new items come last, and the model has no rows of them.
+    known = replace(data.interactions, item_ids=data.interactions.item_ids[: module.model.num_items])
+    columns, users = data.columns[:3], options.users and Path(options.users)
     found = histories_of(users, columns, known)
     for count, what in ((found.unknown_items, "interactions with items"), (found.unknown_users, "users")):
         if count:
@@ -70,6 +68,6 @@ def recommend(cfg: DictConfig) -> None:
             best = module.recommend(ids, int(options.k), rows if options.exclude_seen else [[]] * len(rows))
         parts.append((best.items.cpu().numpy(), best.scores.float().cpu().numpy()))
     numbers, scores = (np.concatenate(part) for part in zip(*parts, strict=True))
-    path = here / (options.output or Path(cfg.output_dir) / "recommendations.parquet")
+    path = Path(options.output or Path(cfg.output_dir) / "recommendations.parquet")
     table = write_recommendations(path, found.user_ids, numbers, scores, known.item_ids)
     print(f"{path}: {table.num_rows:,} recommendations for {len(found.items):,} users")

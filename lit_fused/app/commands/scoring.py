@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from rich.progress import track
 
 from lit_fused.app.one_device import on_device, one_device_trainer
-from lit_fused.app.restore import configuration_of, restored, run_of
+from lit_fused.app.restore import restored
 from lit_fused.data import PreferenceEncoding, TokenDataModule
 from lit_fused.data.stored_scores import ScoreHeader, ScoreWriter
 from lit_fused.errors import UserError
@@ -60,12 +60,12 @@ def score(cfg: DictConfig) -> None:
 
 def _model(cfg: DictConfig) -> tuple[FusedLMModule, str]:
     """Return the model that is to be asked, and its name."""
+    if "reference" in cfg.module:
+        cfg.module.reference = "stored"  # without a copy of the model
     if cfg.ckpt_path is not None:
         checkpoint = Path(cfg.ckpt_path).absolute()
-        with configuration_of(run_of(checkpoint), cfg.trust) as of_run:
-            return restored(of_run, checkpoint), str(checkpoint)
-    no_copy = {"reference": "stored"} if "reference" in cfg.module else {}
-    module = instantiate(cfg.module, **no_copy)(instantiate(cfg.model))
+        return restored(cfg, checkpoint), str(checkpoint)
+    module = instantiate(cfg.module)(instantiate(cfg.model))
     model = module.model.transformers_model
     return module, (model is not None and model.name_or_path) or f"{type(module.backbone).__name__} with random weights"
 

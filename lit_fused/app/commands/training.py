@@ -1,12 +1,13 @@
 """``mode=fit``, ``validate``, ``test``: instantiate, fit or evaluate, and report."""
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
@@ -14,47 +15,49 @@ from lightning.pytorch.utilities import rank_zero_info
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from lit_fused.app.continued import different_data
-from lit_fused.app.loggers import RunCSVLogger, recording
+from lit_fused.app.loggers import recording
+from lit_fused.app.overrides import overrides_of, run_of
+from lit_fused.app.ranks import is_first_rank
 from lit_fused.app.reporting.finish import report
-from lit_fused.app.run_config import read_config
-from lit_fused.app.run_folder import adopt_configuration
-from lit_fused.callbacks import ResumeHint, RunCheckpoint
+from lit_fused.app.run_folder import metric_rows, read_run_file
+from lit_fused.callbacks import ExportPretrained, ResumeHint
 from lit_fused.callbacks.training_progress import total_steps
-from lit_fused.data.loader import BatchLoader, counted
 from lit_fused.errors import UserError
 from lit_fused.training import FusedLMModule
 
 
 def fit(cfg: DictConfig) -> float | None:
     """Fit, validate or test, as ``cfg.mode`` says, and return the metric of a search."""
+    folder, fits = Path(cfg.output_dir), cfg.mode == "fit"
+    config: Any = OmegaConf.to_container(cfg, resolve=True)
+    if is_first_rank() and cfg.ckpt_path is not None and (different := _different_data(config["data"], cfg.ckpt_path)):
+        print(f"mode={cfg.mode}: {different}")
     L.seed_everything(cfg.seed, workers=True)
     trainer: L.Trainer = instantiate(cfg.trainer)
     loss = instantiate(cfg.loss)
     data = instantiate(cfg.data)
     module = build_module(cfg, loss)
-    config: Any = OmegaConf.to_container(cfg, resolve=True)
-    ckpt_path = cfg.ckpt_path if trainer.is_global_zero else None
-    if ckpt_path is not None and (different := different_data(config["data"], ckpt_path)):
-        print(f"mode={cfg.mode}: {different}")
-    hints = _hints(trainer, Path(cfg.output_dir).absolute())
     if type(data).test_dataloader is L.LightningDataModule.test_dataloader:  # Data without a third part are tested on
         data.test_dataloader = data.val_dataloader  # the one that no weight was trained on.
-    run = GoingOn(trainer, Path(cfg.output_dir))
-    if cfg.mode != "fit":
-        run.start_at(0)
-    with recording(trainer.loggers, config), run.steps_noted():
-        quiet = {} if cfg.mode == "fit" else {"verbose": False}  # the report prints the results
+        if cfg.mode == "test" or cfg.test:
+            rank_zero_info("The data have no test part: the validation part is used.")
+    steps, hints = _Steps(folder), _hints(trainer, folder)
+    trainer.callbacks.append(steps)  # type: ignore[attr-defined]
+    with recording(trainer.loggers, config):
+        quiet = {} if fits else {"verbose": False}  # the report prints the results
         getattr(trainer, cfg.mode)(module, data, ckpt_path=cfg.ckpt_path, **quiet)
-        if cfg.mode == "fit" and cfg.test:
+        if fits and not steps.begun:  # The run was killed after its last checkpoint, or was over.
+            rank_zero_info(f"Nothing is left to train: the checkpoint is at step {trainer.global_step}.")
+            rank_zero_info("What is left to do is to validate and to export.")
+            _finish(trainer, module, data, cfg.ckpt_path)
+        if fits and cfg.test:
             measured = dict(trainer.callback_metrics)  # The test begins with none.
             savers: list[Any] = trainer.checkpoint_callbacks
             best = next((saver.best_model_path for saver in savers if saver.monitor and saver.best_model_path), None)
             trainer.test(module, data, ckpt_path=trainer.strategy.broadcast(best), verbose=False)
             trainer.callback_metrics.update(measured)
         try:
-            overrides = HydraConfig.get().overrides.task
-            metrics = report(trainer, module, cfg.output_dir, overrides, cfg.tags)
+            metrics = report(trainer, module, cfg.output_dir, HydraConfig.get().overrides.task, cfg.tags)
         except Exception as error:  # whatever it is, the run is trained: resuming makes up for what is missing
             for hint in hints:
                 hint.on_exception(trainer, module, error)
@@ -65,13 +68,56 @@ def fit(cfg: DictConfig) -> float | None:
 validate = test = fit
 
 
+def _finish(trainer: L.Trainer, module: FusedLMModule, data: Any, ckpt_path: str) -> None:
+    """Validate a trained model, and export it while the strategy has it. What was logged before is reported as well."""
+    logged = metric_rows(Path(trainer.default_root_dir))
+    before = {name: torch.tensor(float(value)) for row in logged for name, value in row.items() if value}
+    trainer.callbacks.append(_Exporting())  # type: ignore[attr-defined]
+    trainer.validate(module, data, ckpt_path=ckpt_path, verbose=False)
+    trainer.callback_metrics.update({**before, **trainer.callback_metrics})
+
+
+class _Exporting(L.Callback):
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, ExportPretrained):
+                callback.on_train_end(trainer, pl_module)
+
+
+def build_module(cfg: DictConfig, loss: Any, model: nn.Module | None = None) -> FusedLMModule:
+    build, model = instantiate(cfg.module), instantiate(cfg.model) if model is None else model
+    # Some optimisers keep their options as they are given, and a checkpoint has plain lists only.
+    optimizer, scheduler = (instantiate(node, _convert_="all") for node in (cfg.optimizer, cfg.scheduler))
+    module = build(model, loss=loss, optimizer=optimizer, scheduler=scheduler)
+    return module.train()  # a pretrained model comes in evaluation mode, in which Lightning would leave it
+
+
+_INCIDENTAL = {"weights", "batch_size", "num_workers", "prepare_workers", "cache_dir", "seed", "max_bad_documents"}
+
+
+def _different_data(data: dict[str, Any], checkpoint: str) -> str | None:
+    """Return a sentence on how data differ from those of a checkpoint's run; None if they do not."""
+    run = run_of(checkpoint)
+    saved = read_run_file(run) if run else {}
+    theirs, start = (saved.get("config") or {}).get("data"), f"{saved.get('cwd')}/"
+    if not isinstance(theirs, dict):
+        return None
+    here, there = (
+        {key: str(node.get(key)).replace(start, "") for key in {**theirs, **data}} for node in (data, theirs)
+    )
+    keys = [key for key in here if key not in _INCIDENTAL and here[key] != there[key]]
+    trained_anew = data.get("tokenizer") is None and theirs.get("tokenizer") is None and "tokenizer" in data
+    own = f"; a tokenizer is trained anew on them: data.tokenizer={run}/exported is the run's" * trained_anew
+    return f"these are not the data of {run}, by data.{', data.'.join(keys[:4])}{own}" if keys else None
+
+
 def _hints(trainer: L.Trainer, run: Path) -> list[ResumeHint]:
-    """Return the callbacks that say how to resume, for which a path is enough if a trusted configuration is saved."""
+    """Return the callbacks that say how to resume, for which a path is enough unless an override has to be typed."""
     hints = [c for c in trainer.callbacks if isinstance(c, ResumeHint)]  # type: ignore[attr-defined]
     with suppress(UserError):
-        read_config(run)
+        overrides_of(run)
         for hint in hints:
-            hint.enough_in = run / "checkpoints"
+            hint.enough_in = run.absolute() / "checkpoints"
     return hints
 
 
@@ -87,109 +133,29 @@ def _metric(name: str | None, metrics: Mapping[str, float]) -> float | None:
     return None
 
 
-def build_module(cfg: DictConfig, loss: Any, model: nn.Module | None = None) -> FusedLMModule:
-    build, model = instantiate(cfg.module), instantiate(cfg.model) if model is None else model
-    # Some optimisers keep their options as they are given, and a checkpoint has plain lists only.
-    optimizer, scheduler = (instantiate(node, _convert_="all") for node in (cfg.optimizer, cfg.scheduler))
-    module = build(model, loss=loss, optimizer=optimizer, scheduler=scheduler)
-    return module.train()  # a pretrained model comes in evaluation mode, in which Lightning would leave it
+class _Steps(L.Callback):
+    """Says how long a fit is, and makes ``max_steps`` end it as ``should_stop`` does, which validates wherever in an
+    epoch that is. Where validations come after shares of an epoch, so does the run's last step."""
 
+    def __init__(self, folder: Path) -> None:
+        self.begun, self._folder = False, folder
 
-class GoingOn:
-    """Takes the place of the ``run`` of a trainer's fit loop, which is called when a checkpoint has been loaded. The
-    metrics of a run that is resumed continue, and a run that has been trained to its end is finished: it may have been
-    killed after its last checkpoint, and Lightning trains nothing then, and calls no hook that exports."""
-
-    def __init__(self, trainer: L.Trainer, folder: Path) -> None:
-        self.first_step = float("inf")  # the step that training begins at, once it is known
-        self._trainer, self._folder, self._train = trainer, folder, trainer.fit_loop.run
-        trainer.fit_loop.run = self._run  # type: ignore[method-assign]
-        trainer.callbacks.append(_LastStep())  # type: ignore[attr-defined]
-
-    @contextmanager
-    def steps_noted(self) -> Iterator[None]:
-        """Note on an exception how far the training was, if a step has ended: it is then about the training itself."""
-        try:
-            yield
-        except Exception as error:  # any may come from a configured object; it is raised again
-            if self._trainer.global_step > self.first_step:
-                error.add_note(f"raised after {self._trainer.global_step} steps")
-            raise
-
-    def start_at(self, step: int, *, is_over: bool = False, validates: bool = False) -> None:
-        """Remove from the run's files what comes after a step, and its validation if this process ``validates`` it
-        again. Rank zero only."""
-        savers = [c for c in self._trainer.checkpoint_callbacks if isinstance(c, RunCheckpoint)]
-        last = next((row for row in (saver.unwritten for saver in savers) if row and row["step"] < step), None)
-        for logger in self._trainer.loggers:
-            if isinstance(logger, RunCSVLogger):
-                # Lightning counts steps from 0 here.
-                logger.keep(lambda row: int(row["step"]) < step - (validates and bool(row.get("val/loss"))), last)
-        if self._trainer.is_global_zero:
-            adopt_configuration(self._folder)
-            if not is_over:
-                for name in ("summary.json", "report.html"):
-                    (self._folder / name).unlink(missing_ok=True)
-
-    def _run(self) -> None:
-        trainer, loop = self._trainer, self._trainer.fit_loop
-        loop.setup_data()
-        step, end = trainer.global_step, total_steps(trainer)
-        is_over = 0 < end <= step
-        module = trainer.lightning_module
-        validates = is_over or (isinstance(module, FusedLMModule) and module.begins_with_validation())
-        self.start_at(step, is_over=is_over, validates=validates)
-        if not is_over:
-            self.first_step = step
-            rank_zero_info(length_in_words(trainer))
-            self._train()
-            return
-        rank_zero_info(f"Nothing is left to train: the checkpoint is at step {step}, and training ends at step {end}.")
-        rank_zero_info("What is left to do is to validate and to export.")
-        loop.reset()
-        loop.on_run_start()
-        trainer.validating = True
-        loop.epoch_loop.val_loop.restarting = False
-        loop.epoch_loop.val_loop.run()
-        trainer.training = True
-        loop.on_run_end()
-
-
-def length_in_words(trainer: L.Trainer) -> str:
-    """Return what a fit trains on and for how long, as far as it is known once the trainer has its data: "1,204
-    documents in 310 rows of 512 tokens: 3 epochs are 117 steps of 8 rows"."""
-    loader, accumulated, of_rows = trainer.train_dataloader, trainer.accumulate_grad_batches, ""
-    batches: Any = trainer.num_training_batches  # infinite where it is not known
-    is_known = isinstance(batches, int) and batches > 0
-    contents = f"batches in an epoch: {batches:,}" if isinstance(batches, int) else "data of unknown length"
-    if isinstance(loader, BatchLoader):
-        limit = f", of which {batches:,} of {len(loader):,} batches in an epoch" * (batches < len(loader))
-        contents = loader.contents + limit
-        of_rows = f" of {_rows_of_a_step(loader, batches, accumulated)}" if is_known else ""
-    end, epochs = total_steps(trainer), trainer.max_epochs or -1
-    if not math.isfinite(end):
-        return f"{contents}: training has no end"
-    steps = counted(int(end), "step") + of_rows
-    passes = end / math.ceil(batches / accumulated) if is_known else None
-    if passes == epochs:
-        return f"{contents}: {counted(epochs, 'epoch')} {'is' if epochs == 1 else 'are'} {steps}"
-    if passes is None:
-        return f"{contents}: {steps}"
-    return f"{contents}: {steps} {'is' if end == 1 else 'are'} {passes:{',.0f' if passes >= 10 else '.2g'}} epochs"
-
-
-def _rows_of_a_step(loader: BatchLoader, batches: int, accumulated: int) -> str:
-    """Return how many rows a step has. An epoch's last step has those of the batches that are left."""
-    order = loader.batch_sampler
-    most = counted(min(min(accumulated, batches) * order.rows_of_all_ranks, order.num_samples), "row")
-    return most if batches <= accumulated or batches % accumulated == 0 else f"at most {most}"
-
-
-class _LastStep(L.Callback):
-    """Makes ``max_steps`` end a run as ``should_stop`` does, which validates wherever in an epoch that is. Where
-    validations come after shares of an epoch, so does the run's last step."""
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if not self.begun and trainer.is_global_zero:
+            for name in ("summary.json", "report.html"):  # of a run that goes on in its folder
+                (self._folder / name).unlink(missing_ok=True)
+            rank_zero_info(_length(trainer))
+        self.begun = True
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         interval = getattr(trainer, "val_check_interval", None)  # Without one, validations come after some time.
         end = total_steps(trainer) if isinstance(interval, float) and interval < 1 else trainer.max_steps
         trainer.should_stop |= 0 <= end <= trainer.global_step
+
+
+def _length(trainer: L.Trainer) -> str:
+    """Return what a fit trains on, as far as the data say it, and for how long: "1,204 documents: 117 steps"."""
+    contents, end = getattr(trainer.train_dataloader, "contents", "training"), total_steps(trainer)
+    batches = trainer.num_training_batches / trainer.accumulate_grad_batches
+    epochs = f", {end / math.ceil(batches):.2g} epochs" if 0 < batches < math.inf else ""
+    return f"{contents}: {int(end):,} steps{epochs}" if math.isfinite(end) else f"{contents}: no end"

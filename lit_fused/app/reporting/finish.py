@@ -86,11 +86,10 @@ def report(
         write_run_page(folder)
         console = Console(highlight=False)
         console.print(_results(metrics))
-        checkpoint = newest_checkpoint(trainer)
-        places = {"checkpoint": checkpoint, "exported model": exported, "report": folder / "report.html"}
+        places = {"exported model": exported, "report": folder / "report.html"}
         lines = {name: os.path.relpath(place) for name, place in places.items() if place and Path(place).exists()}
-        if checkpoint and trainer.state.fn == TrainerFn.FITTING:
-            lines |= _next_commands(trainer, os.path.relpath(checkpoint), generates=bool(more["samples"]))
+        if trainer.state.fn == TrainerFn.FITTING and newest_checkpoint(trainer):
+            lines |= _next_commands(trainer, os.path.relpath(folder), generates=bool(more["samples"]))
         for name, text in lines.items():  # Each is one line, easy to copy.
             console.print(f"{name:<16}{text}", soft_wrap=True, markup=False)
     return metrics
@@ -107,11 +106,9 @@ def _results(metrics: Mapping[str, float]) -> Table:
     return table
 
 
-def _next_commands(trainer: L.Trainer, checkpoint: str, *, generates: bool) -> dict[str, str]:
-    """Return what can be typed next, each for a name of what it does."""
-    command = [*command_line(), f"ckpt_path={checkpoint}"]
+def _next_commands(trainer: L.Trainer, run: str, *, generates: bool) -> dict[str, str]:
+    """Return what can be typed next, by what it does."""
     longer = "max_epochs" if (trainer.max_epochs or -1) > 0 else "max_steps"
-    found = {"go on": [*command, f"trainer.{longer}={2 * (getattr(trainer, longer) or trainer.global_step)}"]}
-    if generates:
-        found = {"generate": [*command, "mode=generate", 'prompt="Once upon a time"'], **found}
-    return {name: shlex.join(words) for name, words in found.items()}
+    found = {"generate": ["mode=generate", 'prompt="Once upon a time"']} if generates else {}
+    found |= {"go on": [f"trainer.{longer}={2 * max(getattr(trainer, longer), 1)}"]}
+    return {name: shlex.join([*command_line(), f"ckpt_path={run}", *words]) for name, words in found.items()}

@@ -42,7 +42,7 @@ class Run:
 
 def run_folders(sweep: Path) -> list[Path]:
     """Return the folders of a sweep's runs, numbered ones by their numbers."""
-    found = [file.parents[1] for file in sweep.glob("**/.hydra/overrides.yaml")]
+    found = [file.parent for file in sweep.glob("**/run.json")]
     own = [folder for folder in found if not any(parent in found for parent in folder.parents)]
     return sorted(own, key=lambda folder: (int(folder.name) if folder.name.isdecimal() else math.inf, str(folder)))
 
