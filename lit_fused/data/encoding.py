@@ -34,6 +34,10 @@ class Encoded:
     ends: tuple[int, ...] | None = None  # the index after each, if it is stored as several documents; None: one
 
 
+class LeftOut(UserError):  # noqa: N818 (it is a reason, not a mistake)
+    """Says why a document of the right form is left out."""
+
+
 @dataclass(eq=False)
 class Encoder(Generic[AnyEncoding]):
     """A picklable function of documents: of strings, or of records such as ``{"messages": [...]}``."""
@@ -46,7 +50,17 @@ class Encoder(Generic[AnyEncoding]):
         """Find out what the encoding of every document needs."""
 
     def __call__(self, documents: list[Any]) -> list[Encoded]:
-        """Encode each document; raise ``UserError`` if one cannot be."""
+        """Encode each document; raise ``UserError`` if one is of another form."""
+        return [self._or_left_out(document) for document in documents]
+
+    def _or_left_out(self, document: Any) -> Encoded:
+        try:
+            return self.encode(document)
+        except LeftOut as reason:
+            return leave_out(f"left out: {reason}")
+
+    def encode(self, document: Any) -> Encoded:
+        """Encode a document; raise ``LeftOut`` if nothing can be learned from it."""
         raise NotImplementedError
 
     def tokenize(self, text: list[str] | None = None, **options: Any) -> Mapping[str, Any]:

@@ -473,6 +473,12 @@ def test_a_template_without_any_end_of_turn_token_learns_what_ends_its_turns():
     assert encoded.notes == ("no token ends the answers: a model does not learn to stop",)
 
 
+def test_a_conversation_that_is_left_out_stops_no_training_of_a_tokenizer():
+    picture = [{"type": "image_url", "image_url": {"url": "x"}}]
+    records = [{"messages": [says("user", picture)]}, {"messages": [says("user", "a"), says("assistant", "b")]}]
+    assert len(ChatEncoding().train(records, 260)) == 260
+
+
 def test_a_trained_tokenizer_speaks_chatml():
     records = [{"messages": [says("user", f"What is {i}?"), says("assistant", f"It is {i}.")]} for i in range(9)]
     encoder = ChatEncoding().encoder(ChatEncoding().train(records, 300), 64)

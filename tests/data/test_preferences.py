@@ -131,6 +131,15 @@ def test_a_text_beside_answers_that_are_messages_is_the_users_message():
     assert text.count("<|im_start|>user\nHow?<|im_end|>\n<|im_start|>assistant\n") == 2
 
 
+def test_a_label_is_true_or_false_or_one_or_zero():
+    encoder = PreferenceEncoding().encoder(make_tokenizer(), 100)
+    single = {"prompt": "a", "completion": " fox"}
+    found = [encoder([single | {"label": label}])[0] for label in (True, 1, False, 0)]
+    assert [len(one.tokens[: one.ends[0]]) > 1 for one in found] == [True, True, False, False]
+    with pytest.raises(KeyError, match="false"):
+        encoder([single | {"label": "false"}])
+
+
 def test_known_forms_are_told_by_their_columns():
     forms = {
         "preferences, pairs of answers in the columns chosen, rejected": ["prompt", "chosen", "rejected", "id"],
