@@ -275,10 +275,8 @@ def _formula(head: OutputHead, hidden_states: Tensor, targets: Tensor, leaf: Lea
     return _Formula(losses, gradient, lost, _relative(rounded, exact), leaves)
 
 
-def _in_parts(
-    head: OutputHead, operands: Any, targets: Tensor, to: torch.dtype | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return :func:`_by_formula` of a few tokens at a time: logits in float64 would be the largest tensor of a step."""
+def _in_parts(head: OutputHead, operands: Any, targets: Tensor, to: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+    """Return :func:`_by_formula`, of a few tokens at a time: logits in float64 would be a large tensor."""
     hidden, weight, bias = operands
     parts = zip(hidden.detach().flatten(0, -2).split(_TOKENS), targets.flatten().split(_TOKENS), strict=True)
     found = [_by_formula(head, (rows, weight, bias), labels, to) for rows, labels in parts]
