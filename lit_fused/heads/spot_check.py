@@ -28,7 +28,7 @@ from lit_fused.ops.label_checks import IGNORE_INDEX
 
 _LOSS, _GRADIENT = 1e-4, 2e-3  # relative: what an exact loss or gradient may differ by in any precision
 _ROWS = 8192  # of a weight that are in float64 at a time
-_TOKENS = 32  # whose logits are in float64 at a time
+_TOKENS = 32  # that have logits in float64 at a time
 
 
 @dataclass
