@@ -253,7 +253,7 @@ def test_mode_prepare_says_what_there_is_and_a_fit_finds_it(tmp_path):
     overrides = ["data=text", f"data.path={tmp_path / 'a.jsonl'}", "data.vocab_size=400", "data.block_size=32"]
     prepared = train(tmp_path, "mode=prepare", *overrides)
     assert prepared.status == 0, prepared.output
-    assert "a.jsonl: 55 documents, " in prepared.output
+    assert "a.jsonl: 59 documents, " in prepared.output
     finished = train(tmp_path, *overrides, *TINY_MODEL, "trainer.max_steps=2", "callbacks=measure", "hydra.run.dir=out")
     assert finished.status == 0, finished.output
     assert "encoding:" not in finished.output
