@@ -20,7 +20,7 @@ _OF_ANSWERS = {"FusedPreferenceModule", "FusedPolicyModule"}  # modules that com
 def rate(of_new_weights: float | str, *, _root_: Any) -> float:
     """Return an optimiser's default rate in a configuration: ``lr: ${rate:1e-3}``."""
     factors = _FACTORS_OF_ANSWERS if _compares_answers(_root_) else _FACTORS
-    return float(of_new_weights) * factors[_trained(_root_)]
+    return float(of_new_weights) * factors[kind_of_weights(_root_)]
 
 
 def with_rate(content: dict[str, Any]) -> dict[str, Any]:
@@ -35,15 +35,17 @@ def default_epochs(content: Mapping[str, Any]) -> int | None:
     """Return the epochs of a run whose configuration has neither steps nor epochs; None if it is one by steps."""
     if _name(content, "module") == "FusedRecommenderModule":
         return 15  # chosen by docs/measurements.md's data, of whose users 250 steps do not see enough
-    if _trained(content) == "new":
+    if kind_of_weights(content) == "new":
         return None
     # Pairs that are learned by heart win without getting likelier, and rollouts are of the model as it was.
     return 1 if _compares_answers(content) else 3
 
 
-def _trained(content: Mapping[str, Any]) -> str:
+def kind_of_weights(content: Mapping[str, Any]) -> str:
+    """Return "new", "pretrained" or "adapters"."""
     name = _name(content, "model")
-    return {"get_peft_model": "adapters", "from_pretrained": "pretrained"}.get(name, "new")
+    adapters = dict.fromkeys(("with_adapters", "get_peft_model"), "adapters")
+    return {**adapters, "from_pretrained": "pretrained"}.get(name, "new")
 
 
 def _compares_answers(content: Mapping[str, Any]) -> bool:

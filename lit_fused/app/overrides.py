@@ -111,9 +111,10 @@ def checkpoint_of(path: str) -> Path:
         folder = max(trained, key=lambda place: place.stat().st_mtime).parent
     if (folder / RUN_FILE).is_file():
         last = folder / "checkpoints" / "last.ckpt"
-        if not is_whole(last) and (newest := newest_in(folder / "checkpoints")) is None:
+        newest = last if is_whole(last) else newest_in(folder / "checkpoints")
+        if newest is None:
             raise UserError(f"ckpt_path: the run {folder} has no checkpoint; its exported model is model=pretrained")
-        return last if is_whole(last) else newest
+        return newest
     whole_checkpoint(folder)
     return folder
 

@@ -18,7 +18,7 @@ import lightning as L
 import numpy as np
 import numpy.typing as npt
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -146,6 +146,7 @@ class BatchDataModule(L.LightningDataModule):
         return BatchLoader(dataset, self.batch_size, collate_fn=collate_fn, num_workers=self.num_workers, **options)
 
     def test_dataloader(self) -> Any:
+        rank_zero_info("The data have no test part: the validation part is used.")
         return self.val_dataloader()
 
     def predict_dataloader(self) -> Any:

@@ -52,10 +52,10 @@ def difference(model: "LanguageModel", part: Batch, head: OutputHead | None, *, 
         inputs = model.own_inputs_of(part)
         try:
             output = model.run_backbone(copied(inputs | _labels(inner, part)))
-        except (UserError, torch.OutOfMemoryError):
-            raise
-        except Exception:  # The model's own loss takes no such labels, as of images before the text.
-            output = model.run_backbone(copied(inputs))
+        except (ValueError, IndexError, RuntimeError) as error:
+            if isinstance(error, UserError | torch.OutOfMemoryError):
+                raise
+            output = model.run_backbone(copied(inputs))  # Its own loss takes no such labels: images precede the text.
         return OwnResult(
             None if read is None else getattr(output, "loss", None), output.logits, router_loss(inner, output)
         )

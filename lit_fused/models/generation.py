@@ -78,21 +78,24 @@ class GenerateOptions:
         return {"do_sample": True, "temperature": float(self.temperature), **chosen}
 
 
-def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase, chat: bool, *, is_source: bool = False) -> Tensor:
+def encode_prompt(
+    prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, chat: bool, *, is_source: bool = False
+) -> Tensor:
     """Return the prompt's tokens, (1, T) int64 with T >= 1, without the end-of-text token that some tokenizers append:
-    a model goes on with a prompt. Only the source of an encoder-decoder (``is_source``) is whole with it."""
+    a model goes on with a prompt. Only the source of an encoder-decoder (``is_source``) is whole with it. With ``chat``
+    the prompt is a user's message, or a list of messages."""
     if chat and not tokenizer.chat_template:
         raise UserError(
             "chat=true needs a tokenizer with a chat template, and this one has none; leave it out, or give "
             "the model's folder a chat_template.jinja"
         )
     if chat:
-        message = [{"role": "user", "content": prompt}]
+        message = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         with explained("the tokenizer's chat template refuses the prompt", "leave chat=true out, or mend it"):
             text: Any = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
         ids: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:
-        ids = tokenizer(prompt)["input_ids"]
+        ids = tokenizer(str(prompt))["input_ids"]
         ids = ids if is_source else ids[: len(ids) - closing_tokens(tokenizer)]
     if ids:
         return torch.tensor([one_of_each(ids, tokenizer)])

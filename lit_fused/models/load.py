@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from lit_fused.errors import UserError, checked_options
 from lit_fused.models.hub import auto_class, config_of, locate, read
@@ -108,6 +108,7 @@ def from_pretrained(
     pad_to_multiple_of: int | None = None,
     activation_checkpointing: bool = False,
     at_once: bool = False,
+    load_in_4bit: bool = False,
 ) -> PreTrainedModel:
     """Build a language model with the weights of a Hugging Face checkpoint, by transformers' own ``from_pretrained``.
 
@@ -123,6 +124,8 @@ def from_pretrained(
         vocab_size: see :func:`grow_vocabulary`. In a fit the module sets it by the tokenizer.
         pad_to_multiple_of: the vocabulary grows to a multiple of this number, now and in a fit.
         activation_checkpointing, at_once: as in :func:`from_config`.
+        load_in_4bit: hold the weights of linear layers but the output layer in 4 bits (bitsandbytes, NF4), at once.
+            They are not trained: put adapters around the model.
 
     Raises:
         UserError: transformers cannot load the model, or some of its weights are missing.
@@ -132,8 +135,12 @@ def from_pretrained(
     config = config_of(name, revision)
     dtype = config.dtype or torch.float32 if dtype == "auto" else dtype
     options["dtype"] = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    if load_in_4bit:
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+        )
     source = _Source(partial(read, name, copy.deepcopy(config), revision, **options), options["dtype"])
-    if at_once or getattr(config, "quantization_config", None) is not None:
+    if at_once or load_in_4bit or getattr(config, "quantization_config", None) is not None:
         model = source.build()
     else:
         build = partial(auto_class(config).from_config, config, trust_remote_code=False, **options)

@@ -26,7 +26,7 @@ from lit_fused.losses.fused import token_losses
 from lit_fused.losses.loss import Batch, LossOutput, labels_of
 from lit_fused.metrics import sums_of
 from lit_fused.models import documents_apart
-from lit_fused.models.batch_checks import check_entries
+from lit_fused.models.batch_checks import check_entries, check_mask
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_range
 from lit_fused.pipeline.division import DividedModel
@@ -99,7 +99,7 @@ class Pipeline:
 
     def spot_check(self, batch: Batch) -> None:
         """Check what the model does behind its body, on the last stage (heads/spot_check.py)."""
-        documents_apart.check_mask(batch)
+        check_mask(batch)
         self._run("check", batch, lambda h, rows: self._forward_pass.spot_check({**rows, "hidden_states": h}))
 
     def token_losses(self, batch: Batch) -> Tensor:

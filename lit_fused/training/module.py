@@ -105,7 +105,7 @@ class FusedLMModule(TrainedModel):
     def __init__(
         self,
         backbone: nn.Module,
-        loss: Loss | Callable[[Tensor, Tensor], Tensor] | None = None,
+        loss: str | Loss | Callable[[Tensor, Tensor], Tensor] | None = None,
         optimizer: Optimizer | Callable[..., Optimizer] | None = None,
         scheduler: LRScheduler | Callable[..., LRScheduler] | None = None,
         *,
@@ -113,6 +113,9 @@ class FusedLMModule(TrainedModel):
         compile: str = "none",
     ) -> None:
         check_choice("compile", compile, COMPILE)
+        if isinstance(backbone, str):
+            raise UserError(f"backbone must be a model, not its name: give lit_fused.from_pretrained({backbone!r})")
+        loss = LinearCrossEntropyLoss(impl=loss) if isinstance(loss, str) else loss
         loss = (self.loss_class or LinearCrossEntropyLoss)() if loss is None else loss
         if self.loss_class is not None and not isinstance(loss, self.loss_class):
             raise UserError(f"{type(self).__name__} {self._needs_loss.format(type(loss).__name__)}")

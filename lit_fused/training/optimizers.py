@@ -27,7 +27,7 @@ from lit_fused.parallel import local
 def _share(fraction: float, num_training_steps: int, name: str = "warmup_fraction") -> int:
     check_number(name, fraction, "lie in [0, 1]", lambda x: 0 <= x <= 1)
     check_number("num_training_steps", num_training_steps, "be a finite number", math.isfinite)
-    return round(fraction * num_training_steps)
+    return min(round(fraction * num_training_steps), max(int(num_training_steps) - 1, 0))  # One step has its rate.
 
 
 def cosine_with_warmup(optimizer: Optimizer, num_training_steps: int, warmup_fraction: float = 0.05) -> LRScheduler:

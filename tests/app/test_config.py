@@ -39,10 +39,14 @@ def test_every_file_of_the_tree_composes_and_fits(group, option):
     paths = ("chat", "hf", "instruction", "pairs", "preference", "rollouts", "text")
     needed |= {name: ["data.path=somewhere"] for name in paths}
     needed |= {name: ["module=policy"] for name in ("reinforce", "rloo", "grpo", "dr_grpo", "dapo", "ppo")}
+    recipes = ("continue_pretraining", "chat_fine_tuning", "dpo", "long_context")
+    recipes += ("lora",) * (group == "experiment")
+    needed |= {name: ["model.path=somewhere", "data.path=somewhere"] for name in recipes}
     needed["interactions"] = ["data.path=somewhere", "module=recommender"]
     needed["exported_items"] = ["model.path=somewhere"]
     needed["early_stopping"] = ["trainer.max_epochs=3"]
-    extra = [word.replace("model.", f"{group}.") for word in needed.get(option, [])]
+    place = "teacher" if group == "teacher" else "model"
+    extra = [word.replace("model.", f"{place}.") for word in needed.get(option, [])]
     check_config(composed(f"{group}={option}", *extra), MODES)
 
 

@@ -136,7 +136,7 @@ def test_a_pretrained_model_says_its_epochs_and_trains_them_with_a_schedule_that
     folder = pretrained(tmp_path / "model", "llama_tied")
     texts = ["data=text", f"data.path={text_folder(tmp_path)}", "data.block_size=32", "data.packing=documents"]
     said, steps, validated, rates = result(tmp_path, "model=pretrained", f"model.path={folder}", *texts)
-    found = re.fullmatch(r"(\d+) documents in ([\d,]+) rows of 32 tokens: 3 epochs are ([\d,]+) steps of 4 rows", said)
+    found = re.fullmatch(r"(\d+) documents in ([\d,]+) rows of 32 tokens: 3 epochs are ([\d,]+) steps", said)
     assert found, said
     documents, rows, told = (int(number.replace(",", "")) for number in found.groups())
     assert documents == 20
@@ -148,7 +148,7 @@ def test_a_pretrained_model_says_its_epochs_and_trains_them_with_a_schedule_that
 
 def test_a_run_by_steps_says_how_many_epochs_they_are(tmp_path):
     said, steps, validated, _ = result(tmp_path, *TINY_MODEL, *SYNTHETIC, "trainer.max_steps=12")
-    assert said == "32 rows of 32 tokens: 12 steps of 4 rows are 1.5 epochs"
+    assert said == "32 rows of 32 tokens: 1.5 epochs are 12 steps"
     assert (steps, validated) == (12, [12])
 
 
@@ -156,26 +156,26 @@ def test_a_run_by_steps_says_how_many_epochs_they_are(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "said", "steps", "validated"),
     [
-        (["trainer.max_epochs=1"], "32 rows of 32 tokens: 1 epoch is 8 steps of 4 rows", 8, [2, 4, 6, 8]),
-        (["trainer.max_steps=5"], "32 rows of 32 tokens: 5 steps of 4 rows are 0.62 epochs", 5, [2, 4, 5]),
+        (["trainer.max_epochs=1"], "32 rows of 32 tokens: 1 epoch is 8 steps", 8, [2, 4, 6, 8]),
+        (["trainer.max_steps=5"], "32 rows of 32 tokens: 0.62 epochs are 5 steps", 5, [2, 4, 5]),
         (
             ["trainer.accumulate_grad_batches=3", "trainer.max_epochs=2"],
-            "32 rows of 32 tokens: 2 epochs are 6 steps of at most 12 rows",
+            "32 rows of 32 tokens: 2 epochs are 6 steps",
             *(6, [2, 3, 5, 6]),
         ),
         (
             ["trainer.limit_train_batches=5", "trainer.max_epochs=1"],
-            "32 rows of 32 tokens, of which 5 of 8 batches in an epoch: 1 epoch is 5 steps of 4 rows",
+            "32 rows of 32 tokens: 1 epoch is 5 steps",
             *(5, [1, 2, 3, 4, 5]),
         ),
         (
             ["trainer.limit_train_batches=2", "trainer.accumulate_grad_batches=4"],
-            "32 rows of 32 tokens, of which 2 of 8 batches in an epoch: 3 epochs are 3 steps of 8 rows",
+            "32 rows of 32 tokens: 3 epochs are 3 steps",
             *(3, [1, 2, 3]),
         ),
         (
             ["data.num_train_batches=7", "data.num_val_batches=1", "trainer.val_check_interval=0.4"],
-            "28 rows of 32 tokens: 3 epochs are 21 steps of 4 rows",
+            "28 rows of 32 tokens: 3 epochs are 21 steps",
             *(21, [2, 4, 6, 9, 11, 13, 16, 18, 20, 21]),
         ),
     ],
@@ -191,7 +191,7 @@ def test_steps_of_fewer_rows_than_a_batch_are_told_as_what_they_are(tmp_path):
     (tmp_path / "x.csv").write_text("user,item,timestamp\n" + "".join(rows))
     words = ["module=recommender", "data=interactions", "data.path=x.csv", "data.batch_size=4"]
     said, steps, *_ = result(tmp_path, *words, "trainer.max_epochs=2")
-    assert (said, steps) == ("3 users in 3 rows of at most 50 items: 2 epochs are 2 steps of 3 rows", 2)
+    assert (said, steps) == ("3 users in 3 rows of at most 50 items: 2 epochs are 2 steps", 2)
 
 
 @pytest.mark.slow
@@ -200,7 +200,7 @@ def test_interactions_are_counted_by_users(tmp_path):
     (tmp_path / "x.csv").write_text("user,item,timestamp\n" + "".join(rows))
     words = ["module=recommender", "data=interactions", "data.path=x.csv", "data.batch_size=4"]
     said, steps, *_ = result(tmp_path, *words, "trainer.max_epochs=2")
-    assert (said, steps) == ("20 users in 20 rows of at most 50 items: 2 epochs are 10 steps of 4 rows", 10)
+    assert (said, steps) == ("20 users in 20 rows of at most 50 items: 2 epochs are 10 steps", 10)
 
 
 @pytest.mark.slow
@@ -210,7 +210,7 @@ def test_preferences_of_adapters_say_their_one_epoch(tmp_path):
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     lora = ["model=lora", "model@model.model=pretrained", f"model.model.path={folder}"]
     said, steps, validated, rates = result(tmp_path, *PREFERENCES, *lora)
-    assert re.fullmatch(rf"\d+ preferences: 1 epoch is {steps} steps of 4 rows", said), said
+    assert re.fullmatch(rf"\d+ preferences: 1 epoch is {steps} steps", said), said
     assert len(validated) >= 3
     assert validated[-1] == steps
     assert max(rates) == pytest.approx(1e-5, rel=0.01)

@@ -603,5 +603,7 @@ def test_the_configuration_builds_a_peft_model_around_the_chosen_one(overrides, 
 
 def test_without_the_package_the_configuration_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(UserError, match=r"model._target_: cannot import peft.get_peft_model .*lit-fused\[peft\]"):
+    monkeypatch.delitem(sys.modules, "lit_fused.models.adapted", raising=False)
+    monkeypatch.delattr("lit_fused.models.adapted", raising=False)
+    with pytest.raises(UserError, match=r"cannot import peft.LoraConfig .*lit-fused\[peft\]"):
         check_config(composed("model=lora"), MODES)

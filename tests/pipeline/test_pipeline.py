@@ -17,7 +17,7 @@ from parallel_fits import result_of
 from pipeline_cases import SETTINGS, module, ragged
 from tiny_models import tiny_model
 from torchrun import run
-from transformers import masking_utils
+from transformers import LlamaForCausalLM, masking_utils
 
 import lit_fused
 from lit_fused import LanguageModel, LinearCrossEntropyLoss, UserError
@@ -28,6 +28,7 @@ from lit_fused.pipeline.stages import (
     Elsewhere,
     Layout,
     Stage,
+    StageForwardPass,
     check_stages,
     find_decoder,
     layers_of_stages,
@@ -199,6 +200,21 @@ def test_a_rank_keeps_its_own_layers_and_no_others(name):
     kept = {n for n, p in model.named_parameters()}
     assert kept == of_stages[0] == {n for n, p in alive.items() if p() is not None}
     assert model.vocabulary == vocabulary
+
+
+def test_a_model_that_cannot_be_checked_behind_the_last_stage_is_named():
+    class AsksForMore(LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs, output_hidden_states=True)
+            assert len(output.hidden_states) == 3
+            return output
+
+    model = LanguageModel(AsksForMore(tiny_model("llama").config), LinearCrossEntropyLoss())
+    model.prepare(torch.device("cpu"))
+    ids = torch.arange(12)[None]
+    batch = {"input_ids": ids, "labels": ids, "hidden_states": torch.randn(1, 12, model.backbone.config.hidden_size)}
+    with pytest.warns(UserWarning, match="the spot check is left out: the forward of AsksForMore does not run"):
+        StageForwardPass(model, find_decoder(model)).spot_check(batch)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["with weights", "without"])

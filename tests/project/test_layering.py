@@ -20,7 +20,7 @@ ROOMS = {
     "losses": ("ops heads", "torch"),
     "objectives": ("ops heads losses", "torch"),
     "metrics": ("losses", "torch torchmetrics"),
-    "models": ("ops heads losses", "torch transformers lightning liger_kernel huggingface_hub"),
+    "models": ("ops heads losses", "torch transformers lightning liger_kernel huggingface_hub peft"),
     "integrations": ("ops heads losses models", "torch transformers lightning"),
     "parallel": ("ops heads losses metrics models", "torch transformers lightning lightning_utilities"),
     "export": ("heads models", "torch transformers"),

@@ -34,7 +34,7 @@ OF_HEAD = "scale softcap label_smoothing z_loss ignore_index logits_budget_mib c
 CASES = {
     "head": (lambda **of: linear_cross_entropy(HIDDEN, WEIGHT, TARGETS, **of), OF_HEAD),
     "top_items": (lambda **of: top_items(HIDDEN, WEIGHT, 3, **of), "scale padding_item logits_budget_mib"),
-    "loss": (LinearCrossEntropyLoss, "label_smoothing z_loss ignore_index logits_budget_mib chunk_size"),
+    "loss": (LinearCrossEntropyLoss, "label_smoothing z_loss logits_budget_mib chunk_size"),
     "filter": (Filtered, "filter_eps"),
     "policy": (PolicyLoss, "clip_low clip_high length kl_weight entropy_weight temperature"),
     "simpo": (lambda **of: PreferenceLoss("simpo", **of), "beta margin nll_weight"),
@@ -64,7 +64,7 @@ OF_LOSS = "drop_ignored float32_accumulation"
 SWITCHES = {
     "head": (CASES["head"][0], f"statistics recompute {OF_LOSS}"),
     "scores": (partial(token_scores, HIDDEN, WEIGHT, TARGETS), f"entropy {OF_LOSS}"),
-    "loss": (LinearCrossEntropyLoss, f"shift recompute {OF_LOSS}"),
+    "loss": (LinearCrossEntropyLoss, f"recompute {OF_LOSS}"),
     "policy": (PolicyLoss, OF_LOSS),
     "preference": (PreferenceLoss, f"average {OF_LOSS}"),
     "distillation": (DistillationLoss, f"recompute {OF_LOSS}"),

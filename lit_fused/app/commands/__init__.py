@@ -35,6 +35,7 @@ MODES = {
     "validate": "training",
     "test": "training",
     "generate": "generating",
+    "chat": "generating",
     "recommend": "recommending",
     "plan": "memory_plan",
     "prepare": "preparing",

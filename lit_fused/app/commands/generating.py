@@ -1,5 +1,7 @@
-"""``mode=generate``: continue a prompt with a run's checkpoint, or with a pretrained model, on one device."""
+"""``mode=generate`` and ``mode=chat``: a run's checkpoint, or a pretrained model, continues a prompt on one device."""
 
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import lightning as L
@@ -26,25 +28,40 @@ from lit_fused.training import FusedLMModule
 
 
 def generate(cfg: DictConfig) -> None:
+    """Print the prompt and what the model makes of it."""
     options: GenerateOptions = instantiate(cfg.generate)
     if cfg.prompt is None:
         raise UserError("mode=generate needs a text to continue; give one with 'prompt=\"...\"'")
-    trainer = one_device_trainer(cfg)
-    L.seed_everything(cfg.seed, verbose=False)
-    module, tokenizer = _trained(cfg)
+    module, tokenizer, trainer = _trained(cfg)
     answer = _continue(cfg.prompt, options, module, tokenizer, trainer)
     is_answer = options.chat or module.backbone.config.is_encoder_decoder  # type: ignore[union-attr]
     text = Text.assemble((cfg.prompt, "bold"), "\n\n" if is_answer else "", answer)
     Console(highlight=False).print(text, soft_wrap=True)
 
 
+def chat(cfg: DictConfig) -> None:
+    """Talk with the model in the terminal; an empty line, or the end of the input, ends the conversation."""
+    options = replace(instantiate(cfg.generate), chat=True)
+    module, tokenizer, trainer = _trained(cfg)
+    console, messages = Console(highlight=False), []
+    console.print("An empty line ends the conversation.", style="dim")
+    with suppress(EOFError):
+        while said := input("> ").strip():
+            messages.append({"role": "user", "content": said})
+            answer = _continue(messages, options, module, tokenizer, trainer).strip()
+            messages.append({"role": "assistant", "content": answer})
+            console.print(answer, markup=False, soft_wrap=True)
+
+
 def _continue(
-    prompt: str, options: GenerateOptions, module: FusedLMModule, tokenizer: PreTrainedTokenizerBase, trainer: L.Trainer
+    prompt: str | list[dict[str, str]],
+    options: GenerateOptions,
+    module: FusedLMModule,
+    tokenizer: PreTrainedTokenizerBase,
+    trainer: L.Trainer,
 ) -> str:
-    model = module.model.transformers_model
+    model, strategy = module.model.transformers_model, trainer.strategy
     assert model is not None
-    check_generates(model)
-    module, strategy = on_device(module, trainer), trainer.strategy
     is_source = bool(model.config.is_encoder_decoder)
     tokens = encode_prompt(prompt, tokenizer, options.chat, is_source=is_source).to(strategy.root_device)
     vocabulary = module.model.vocabulary
@@ -62,8 +79,16 @@ def _continue(
         return continue_text(module, tokens, tokenizer, options)
 
 
-def _trained(cfg: DictConfig) -> tuple[FusedLMModule, PreTrainedTokenizerBase]:
-    """Return a trained model and its tokenizer; UserError without either."""
+def _trained(cfg: DictConfig) -> tuple[FusedLMModule, PreTrainedTokenizerBase, L.Trainer]:
+    """Return a trained model on its device, its tokenizer, and the trainer; UserError without either."""
+    trainer = one_device_trainer(cfg)
+    L.seed_everything(cfg.seed, verbose=False)
+    module, tokenizer = _read(cfg)
+    check_generates(module.model.transformers_model)
+    return on_device(module, trainer), tokenizer, trainer
+
+
+def _read(cfg: DictConfig) -> tuple[FusedLMModule, PreTrainedTokenizerBase]:
     if cfg.ckpt_path is not None:
         checkpoint = Path(cfg.ckpt_path).absolute()
         tokenizer = tokenizer_of(run_with(checkpoint), cfg)

@@ -51,7 +51,7 @@ def recommend(cfg: DictConfig) -> None:
     data.see_checkpoint(read_rest(checkpoint))
     # The file may have grown since: its new items come last, and the model has no rows of them.
     known = replace(data.interactions, item_ids=data.interactions.item_ids[: module.model.num_items])
-    columns, users = data.columns[:3], options.users and Path(options.users)
+    columns, users = data.columns[:3], Path(options.users) if options.users else None
     found = histories_of(users, columns, known)
     for count, what in ((found.unknown_items, "interactions with items"), (found.unknown_users, "users")):
         if count:

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from lit_fused.app.fine_tuning import kind_of_weights
 from lit_fused.app.loggers import recording
 from lit_fused.app.overrides import overrides_of, run_of
 from lit_fused.app.ranks import is_first_rank
@@ -29,6 +30,8 @@ from lit_fused.training import FusedLMModule
 def fit(cfg: DictConfig) -> float | None:
     """Fit, validate or test, as ``cfg.mode`` says, and return the metric of a search."""
     folder, fits = Path(cfg.output_dir), cfg.mode == "fit"
+    if not fits and cfg.ckpt_path is None and kind_of_weights(cfg) == "new":
+        raise UserError(f"mode={cfg.mode} needs trained weights: ckpt_path=RUN, or model=pretrained model.path=...")
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     if is_first_rank() and cfg.ckpt_path is not None and (different := _different_data(config["data"], cfg.ckpt_path)):
         print(f"mode={cfg.mode}: {different}")
@@ -42,7 +45,7 @@ def fit(cfg: DictConfig) -> float | None:
         if cfg.mode == "test" or cfg.test:
             rank_zero_info("The data have no test part: the validation part is used.")
     steps, hints = _Steps(folder), _hints(trainer, folder)
-    trainer.callbacks.append(steps)  # type: ignore[attr-defined]
+    trainer.callbacks.insert(0, steps)  # type: ignore[attr-defined]  (It prints before a bar does.)
     with recording(trainer.loggers, config):
         quiet = {} if fits else {"verbose": False}  # the report prints the results
         getattr(trainer, cfg.mode)(module, data, ckpt_path=cfg.ckpt_path, **quiet)
@@ -68,7 +71,7 @@ def fit(cfg: DictConfig) -> float | None:
 validate = test = fit
 
 
-def _finish(trainer: L.Trainer, module: FusedLMModule, data: Any, ckpt_path: str) -> None:
+def _finish(trainer: L.Trainer, module: FusedLMModule, data: Any, ckpt_path: str | None) -> None:
     """Validate a trained model, and export it while the strategy has it. What was logged before is reported as well."""
     logged = metric_rows(Path(trainer.default_root_dir))
     before = {name: torch.tensor(float(value)) for row in logged for name, value in row.items() if value}
@@ -140,8 +143,8 @@ class _Steps(L.Callback):
     def __init__(self, folder: Path) -> None:
         self.begun, self._folder = False, folder
 
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        if not self.begun and trainer.is_global_zero:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.is_global_zero:
             for name in ("summary.json", "report.html"):  # of a run that goes on in its folder
                 (self._folder / name).unlink(missing_ok=True)
             rank_zero_info(_length(trainer))
@@ -154,8 +157,9 @@ class _Steps(L.Callback):
 
 
 def _length(trainer: L.Trainer) -> str:
-    """Return what a fit trains on, as far as the data say it, and for how long: "1,204 documents: 117 steps"."""
+    """Return what a fit trains on, as far as the data say it, and for how long: "3 epochs are 117 steps"."""
     contents, end = getattr(trainer.train_dataloader, "contents", "training"), total_steps(trainer)
     batches = trainer.num_training_batches / trainer.accumulate_grad_batches
-    epochs = f", {end / math.ceil(batches):.2g} epochs" if 0 < batches < math.inf else ""
-    return f"{contents}: {int(end):,} steps{epochs}" if math.isfinite(end) else f"{contents}: no end"
+    epochs = f"{end / math.ceil(batches):.2g} epochs are " if 0 < batches < math.inf else ""
+    length = f"{epochs}{int(end):,} steps" if math.isfinite(end) else "no end"
+    return f"{contents}: {length}".replace(": 1 epochs are", ": 1 epoch is")
