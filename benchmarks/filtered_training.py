@@ -55,8 +55,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lit_fused import FusedCausalLMModule, LinearCrossEntropyLoss, filtered
 from lit_fused.app.reporting.page import PALETTE
-from lit_fused.data import FileSource, TextEncoding, TokenDataModule
-from lit_fused.data.store import TokenStore
+from lit_fused.data import TextEncoding, TokenDataModule, load_records
+from lit_fused.data.token_data_module import PreparedTokens
+from lit_fused.data.tokens import Tokens
 from lit_fused.heads import evaluation_mode
 from lit_fused.losses import LossOutput
 from lit_fused.losses.loss import Batch
@@ -122,11 +123,10 @@ class Batches:
             yield {"input_ids": ids, "labels": ids}
 
 
-def blocks(folder: Path, length: int, device: str) -> Tensor:
+def blocks(split: Tokens, length: int, device: str) -> Tensor:
     """(R, T) int32, all whole blocks of a split."""
-    store = TokenStore(folder)
-    count = store.num_tokens // length
-    tokens, _ = store.read(0, count * length)
+    count = split.num_tokens // length
+    tokens, _ = split.read(0, count * length)
     return torch.from_numpy(tokens).to(torch.int32).view(count, length).to(device)
 
 
@@ -205,7 +205,7 @@ def without_tail(bounded: bool) -> Iterator[list[None]]:
         yield calls
 
 
-def train(loss: str, seed: int, settings: Settings, folder: Path, device: str) -> dict[str, Any]:
+def train(loss: str, seed: int, settings: Settings, data: PreparedTokens, device: str) -> dict[str, Any]:
     """One run, from the initial weights on. What it returns is a run of the .json."""
     begin = time.perf_counter()
     head = LinearCrossEntropyLoss(**LOSSES[loss])
@@ -214,7 +214,7 @@ def train(loss: str, seed: int, settings: Settings, folder: Path, device: str) -
     seed_everything(seed, verbose=False)
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     rows = settings.tokens // settings.length
-    val_RT = blocks(folder / "val", settings.length, device)[: VALIDATION_BATCHES * rows].long()
+    val_RT = blocks(data.val, settings.length, device)[: VALIDATION_BATCHES * rows].long()
     module = Recorded(
         AutoModelForCausalLM.from_config(
             LlamaConfig(
@@ -252,7 +252,7 @@ def train(loss: str, seed: int, settings: Settings, folder: Path, device: str) -
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    batches = Batches(blocks(folder / "train", settings.length, device), rows, settings.steps, seed)
+    batches = Batches(blocks(data.train, settings.length, device), rows, settings.steps, seed)
     ablated = loss in ("plain", "bare")
     with without_tail(bounded=loss == "plain") if ablated else nullcontext() as calls:
         trainer.fit(module, batches)
@@ -329,9 +329,9 @@ def save(record: dict[str, Any], path: Path) -> None:
 def run_all(options: argparse.Namespace, path: Path) -> dict[str, Any]:
     """Do what is missing in the .json at ``path``, and keep it up to date."""
     begin = time.monotonic()
-    source = FileSource(options.text, max_bytes=options.max_bytes)
-    report = TokenDataModule(source, TextEncoding(), vocab_size=options.vocabulary).prepare()
-    print(f"data: {report.tokens}, vocabulary {report.vocab_size}, {time.monotonic() - begin:.0f} s", flush=True)
+    source = load_records(options.text, max_bytes=options.max_bytes)
+    data = TokenDataModule(source, TextEncoding(), vocab_size=options.vocabulary).prepared
+    print(f"{data.report}, vocabulary {data.train.vocab_size}, {time.monotonic() - begin:.0f} s", flush=True)
     settings = Settings(
         vocabulary=options.vocabulary,
         hidden_size=options.hidden_size,
@@ -340,8 +340,8 @@ def run_all(options: argparse.Namespace, path: Path) -> dict[str, Any]:
         tokens=options.tokens,
         steps=options.steps,
         learning_rate=options.learning_rate,
-        train_tokens=report.tokens["train"],
-        val_tokens=report.tokens["val"],
+        train_tokens=data.train.num_tokens,
+        val_tokens=data.val.num_tokens,
     )
     record = load(path)
     former = record.setdefault("settings", asdict(settings))
@@ -366,7 +366,7 @@ def run_all(options: argparse.Namespace, path: Path) -> dict[str, Any]:
         while running or (pending and fits(pending[0][0])):
             while pending and len(running) < options.jobs and fits(pending[0][0]):
                 loss, seed = pending.pop(0)
-                future = pool.submit(train, loss, seed, settings, Path(report.folder), options.device)
+                future = pool.submit(train, loss, seed, settings, data, options.device)
                 running[future] = loss, seed
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 loss, seed = running.pop(future)

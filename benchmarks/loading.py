@@ -8,7 +8,7 @@ The text is Python's standard library; it is prepared first, which does not coun
 import argparse
 import time
 
-from lit_fused.data import FileSource, TextEncoding, TokenDataModule
+from lit_fused.data import TextEncoding, TokenDataModule, load_records
 
 WARM_UP, SECONDS = 10, 5.0
 
@@ -34,7 +34,7 @@ def main() -> None:
     for packing in ("stream", "documents"):
         for workers in (0, 2):
             module = TokenDataModule(
-                FileSource(None, max_bytes=12_000_000),
+                load_records(None, max_bytes=12_000_000),
                 TextEncoding(),
                 block_size=options.block_size,
                 batch_size=options.batch_size,

@@ -18,16 +18,14 @@ from pathlib import Path
 
 import psutil
 
-from lit_fused.data import FileSource
+from lit_fused.data import load_records
 
 ROOT = Path(__file__).parents[1]
 
 
 def write_corpus(file: Path, num_bytes: int) -> int:
     """Write about ``num_bytes``, and return the number of documents."""
-    source = FileSource(None)
-    documents = (str(document.content) for piece in source.pieces() for document in source.read(piece))
-    lines = [line for document in documents for line in document.splitlines(keepends=True)]
+    lines = [line for document in load_records(None)["text"] for line in document.splitlines(keepends=True)]
     random_numbers = random.Random(0)
     num_documents = 0
     with file.open("w") as stream:

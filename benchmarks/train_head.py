@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, get_constant_schedule_with_warmup
 
 from lit_fused import FusedCausalLMModule
-from lit_fused.data import FileSource, TextEncoding, TokenDataModule
+from lit_fused.data import TextEncoding, TokenDataModule, load_records
 
 Head = tuple[Tensor, Tensor, Tensor]
 
@@ -51,7 +51,7 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.manual_seed(0)
-    source = FileSource(options.text, max_bytes=options.max_bytes)
+    source = load_records(options.text, max_bytes=options.max_bytes)
     data = TokenDataModule(source, TextEncoding(), block_size=1024, batch_size=32, vocab_size=options.vocabulary)
     data.prepare_data()
     data.setup("fit")

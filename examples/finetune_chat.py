@@ -17,7 +17,7 @@ from torch.optim import AdamW
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lit_fused import FusedCausalLMModule
-from lit_fused.data import ChatEncoding, FileSource, TokenDataModule
+from lit_fused.data import ChatEncoding, TokenDataModule
 
 ANSWERS = {
     "Which colour is the sky?": "It is blue.",
@@ -71,7 +71,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_chats(Path(folder, "chats.jsonl"))
         data = TokenDataModule(
-            FileSource(Path(folder, "chats.jsonl")),
+            Path(folder, "chats.jsonl"),
             ChatEncoding(),
             block_size=64,
             batch_size=4,

@@ -21,7 +21,7 @@ set_parsing_settings(subclasses_enabled=[Encoding])  # jsonargparse takes no sub
 
 def main(arguments: list[str] | None = None) -> None:
     here = Path(__file__)
-    default = ["fit", "--config", str(here.with_suffix(".yaml")), f"--data.source.init_args.path={here.parent}"]
+    default = ["fit", "--config", str(here.with_suffix(".yaml")), f"--data.source={here.parent}"]
     cli = LightningCLI(FusedCausalLMModule, TokenDataModule, args=arguments or default, save_config_callback=None)
     metrics = cli.trainer.callback_metrics
     if "val/loss" in metrics:

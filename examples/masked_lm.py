@@ -16,7 +16,7 @@ from torch.optim import AdamW
 from transformers import AutoModelForMaskedLM, AutoTokenizer, EuroBertConfig, EuroBertForMaskedLM, pipeline
 
 from lit_fused import FusedMaskedLMModule
-from lit_fused.data import FileSource, TextEncoding, TokenDataModule
+from lit_fused.data import TextEncoding, TokenDataModule
 from lit_fused.training import cosine_with_warmup
 
 SOUNDS = {"cow": "moo", "dog": "woof", "cat": "meow", "duck": "quack", "sheep": "baa", "pig": "oink", "owl": "hoot"}
@@ -50,7 +50,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_lines(Path(folder, "lines.jsonl"))
         data = TokenDataModule(
-            FileSource(Path(folder, "lines.jsonl")),
+            Path(folder, "lines.jsonl"),
             TextEncoding(mask_probability=0.2, whole_words=True),
             vocab_size=400,
             packing="none",

@@ -16,7 +16,7 @@ from torch.optim import AdamW
 from transformers import LlamaConfig
 
 from lit_fused import FusedPreferenceModule, PreferenceLoss, from_config
-from lit_fused.data import FileSource, PreferenceEncoding, TokenDataModule
+from lit_fused.data import PreferenceEncoding, TokenDataModule
 
 
 def write_pairs(file: Path, count: int = 200) -> None:
@@ -34,7 +34,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_pairs(folder / "pairs.jsonl")
     data = TokenDataModule(
-        FileSource(folder / "pairs.jsonl"),
+        folder / "pairs.jsonl",
         PreferenceEncoding(),
         block_size=64,
         vocab_size=512,

@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from lit_fused import FusedCausalLMModule, from_config
 from lit_fused.callbacks import ExportPretrained, SampleText
-from lit_fused.data import FileSource, TextEncoding, TokenDataModule
+from lit_fused.data import TextEncoding, TokenDataModule
 
 
 def main() -> None:
     L.seed_everything(0)
     with tempfile.TemporaryDirectory() as folder:
-        source = FileSource(Path(asyncio.__file__).parent)
+        source = Path(asyncio.__file__).parent
         data = TokenDataModule(source, TextEncoding(), block_size=128, batch_size=8, vocab_size=2000, cache_dir=folder)
         config = LlamaConfig(
             vocab_size=2000,

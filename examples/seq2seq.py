@@ -20,7 +20,7 @@ from torch.optim import AdamW
 from transformers import T5Config, T5ForConditionalGeneration
 
 from lit_fused import FusedSeq2SeqLMModule
-from lit_fused.data import FileSource, PairEncoding, TokenDataModule
+from lit_fused.data import PairEncoding, TokenDataModule
 from lit_fused.training import cosine_with_warmup
 
 WORDS = ["red", "green", "blue", "black", "white", "brown", "one", "two", "three", "four", "five", "six"]
@@ -59,7 +59,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_pairs(Path(folder, "reversed.jsonl"))
         data = TokenDataModule(
-            FileSource(Path(folder, "reversed.jsonl")),
+            Path(folder, "reversed.jsonl"),
             PairEncoding(),
             vocab_size=300,
             batch_size=32,

@@ -22,15 +22,13 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from lit_fused.data.chat_template import CHATML, CHATML_TOKENS, TemplatedEncoding, with_chat_template
 from lit_fused.data.conversations import (
     FORMS,
-    LeftOut,
     Message,
     check_border,
     column_of_messages,
     read_conversation,
     says,
 )
-from lit_fused.data.encoding import Encoder, context_and_answer, joined, leave_out
-from lit_fused.data.store import Encoded
+from lit_fused.data.encoding import Encoded, Encoder, LeftOut, context_and_answer, joined
 from lit_fused.data.tokenizer import MIN_VOCAB_SIZE
 from lit_fused.errors import UserError
 
@@ -62,16 +60,10 @@ class ChatEncoder(Encoder["ChatEncoding"]):
         self._ends = tuple(token.content for token in added.values() if token.content.strip())
         self._special = [token.content for token in added.values() if token.special and token.content.strip()]
 
-    def __call__(self, documents: list[dict[str, Any]]) -> list[Encoded]:
-        return [self._record(record) for record in documents]
+    def encode(self, document: Mapping[str, Any]) -> Encoded:
+        return self.conversation(*read_conversation(document, self.encoding.messages_column))
 
-    def _record(self, record: Mapping[str, Any]) -> Encoded:
-        try:
-            return self.encode(*read_conversation(record, self.encoding.messages_column))
-        except LeftOut as reason:
-            return leave_out(f"left out: {reason}")
-
-    def encode(self, messages: list[Message], tools: list[Any] | None = None, first: int = 0) -> Encoded:
+    def conversation(self, messages: list[Message], tools: list[Any] | None = None, first: int = 0) -> Encoded:
         """Return the documents of a conversation with loss on the answers from message ``first`` on. LeftOut: it has
         none, or the template does not write it so that they can be told from the rest."""
         answers = [i for i in range(first, len(messages)) if says(messages[i])]
@@ -218,15 +210,10 @@ class ChatEncoding(TemplatedEncoding):
             trained on the conversations has ChatML.
     """
 
-    kind = "chat"
     made_by = ChatEncoder
     min_vocab_size = MIN_VOCAB_SIZE + len(CHATML_TOKENS)
 
     messages_column: str | None = None
-
-    @property
-    def columns(self) -> list[str]:
-        return [*([self.messages_column] if self.messages_column else FORMS), "tools", "functions"]
 
     def form(self, columns: Sequence[str]) -> str:
         """Return the name of the form that records with these columns have. UserError: they hold no conversations."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lit_fused.data.encoding import LeftOut
 from lit_fused.errors import UserError
 
 Message = dict[str, Any]  # "role", "content" (a string), perhaps "tool_calls" and what else a template reads
@@ -15,10 +16,6 @@ FORMS = {"messages": "OpenAI messages", "conversations": "ShareGPT conversations
 # ShareGPT's names of the speakers.
 _ROLES = {"human": "user", "observation": "tool", "function_response": "tool"}
 _ROLES |= dict.fromkeys(("gpt", "chatgpt", "model", "bot", "function_call"), "assistant")
-
-
-class LeftOut(Exception):  # noqa: N818 (it is a reason, not a mistake)
-    """Says why a record of the right form is left out."""
 
 
 def unknown_form(what: str, columns: Iterable[str], options: str) -> UserError:
@@ -48,10 +45,7 @@ def column_of_messages(columns: Iterable[str], given: str | None = None) -> str:
 
 
 def read_conversation(record: Mapping[str, Any], column: str | None = None) -> tuple[list[Message], list[Any] | None]:
-    """Return the messages and the tools (or None) of a record. Tools are a list, or JSON of one.
-
-    Null counts as absent: Arrow fills with nulls whatever one message has and another lacks.
-    """
+    """Return the messages and the tools (or None) of a record. Tools are a list, or JSON of one."""
     column = column_of_messages(record, column)
     messages = record[column]
     if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
@@ -60,16 +54,15 @@ def read_conversation(record: Mapping[str, Any], column: str | None = None) -> t
 
 
 def read_tools(record: Mapping[str, Any]) -> list[Any] | None:
-    tools, functions = (
-        json.loads(value) if isinstance(value, str) and value.strip() else without_none(value or None)
-        for value in (record.get("tools"), record.get("functions"))  # The latter is OpenAI's older name.
-    )
-    return tools or [{"type": "function", "function": function} for function in functions or ()] or None
+    tools, functions = record.get("tools"), record.get("functions")  # The latter is OpenAI's older name.
+    found: Any = tools or functions
+    found = json.loads(found) if isinstance(found, str) and found.strip() else found
+    return [tool if tools else {"type": "function", "function": tool} for tool in found or ()] or None
 
 
 def read_messages(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
     """Return messages whose content is a string and whose calls have their arguments as a mapping."""
-    return [_message(without_none(message), number) for number, message in enumerate(messages, start=1)]
+    return [_message(dict(message), number) for number, message in enumerate(messages, start=1)]
 
 
 def _message(message: Message, number: int) -> Message:
@@ -83,7 +76,9 @@ def _message(message: Message, number: int) -> Message:
         message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
     if calls := message.pop("tool_calls", None):
         message["tool_calls"] = [_call(call) for call in calls]
-    content = message.get("content", "" if calls else None)
+    content = message.get("content")
+    if content is None and calls:
+        content = ""
     if isinstance(content, list):
         content = "".join(map(_text_of, content))
     if not isinstance(content, str):
@@ -114,10 +109,3 @@ def says(message: Mapping[str, Any]) -> bool:
         and message.get("weight") != 0
         and any(value.strip() if isinstance(value, str) else value for value in said)
     )
-
-
-def without_none(value: Any) -> Any:
-    """Return ``value`` without the entries, at any depth, that are None."""
-    if isinstance(value, Mapping):
-        return {key: without_none(inner) for key, inner in value.items() if inner is not None}
-    return [without_none(inner) for inner in value] if isinstance(value, list) else value

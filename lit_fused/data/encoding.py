@@ -1,35 +1,41 @@
-"""Define how documents become tokens, before and after the tokenizer is known, and encode plain text.
+"""Define how documents become tokens, and encode plain text.
 
-An :class:`Encoding` is a choice of columns and rules. With a tokenizer it becomes an :class:`Encoder`, a function from
-documents to tokens; without one, an :class:`UntrainedEncoder`, whose tokenizer is trained on the documents first.
+An :class:`Encoding` is a choice of columns and rules. With a tokenizer, which may be trained on the documents first, it
+becomes an :class:`Encoder`, a function from documents to tokens.
 """
 
-import re
-import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, get_args
+from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 import numpy as np
+import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from lit_fused.data.option_checks import check_fraction
-from lit_fused.data.source import DocumentError
-from lit_fused.data.store import Encoded
-from lit_fused.data.tokenizer import MASK_TOKEN, MIN_VOCAB_SIZE, tokenizer_digest, train_tokenizer
+from lit_fused.data.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
 from lit_fused.errors import UserError, check_choice, check_number, check_switches
 
 Packing = Literal["stream", "documents", "none", "pairs", "padded", "packed"]
 TooLong = Literal["cut", "skip", "refuse"]
-T = TypeVar("T")
 AnyEncoding = TypeVar("AnyEncoding", bound="Encoding")
 _SLICE = 2**20  # characters, after which a document is cut where a line ends, if one does
-_PART = 2**16  # characters that are encoded at once: meanwhile a token costs the tokenizer some hundred bytes
-_BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")  # one space between two letters
-_ONE_WORD = re.compile(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+")  # what tokenizers of bytes count as one word
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The tokens of one document, its end-of-text token among them if it has one."""
+
+    tokens: npt.NDArray[np.integer[Any]]  # (n,); a document without any is left out, and counted
+    wanted: npt.NDArray[np.bool_] | None = None  # (n,), True where loss is wanted; None: everywhere
+    notes: tuple[str, ...] = ()  # for a person ("cut to 4096 tokens"); the preparation counts each
+    ends: tuple[int, ...] | None = None  # the index after each, if it is stored as several documents; None: one
+
+
+class LeftOut(UserError):  # noqa: N818 (it is a reason, not a mistake)
+    """Says why a document of the right form is left out."""
 
 
 @dataclass(eq=False)
@@ -43,18 +49,23 @@ class Encoder(Generic[AnyEncoding]):
     def __post_init__(self) -> None:
         """Find out what the encoding of every document needs."""
 
-    def fingerprint(self) -> dict[str, Any]:
-        """Return as JSON everything that changes the result."""
-        return {**self.encoding.fingerprint(self.block_size), "tokenizer": tokenizer_digest(self.tokenizer)}
-
     def __call__(self, documents: list[Any]) -> list[Encoded]:
-        """Encode each document; raise ``DocumentError`` if one cannot be: the caller then encodes each alone."""
+        """Encode each document; raise ``UserError`` if one is of another form."""
+        return [self._or_left_out(document) for document in documents]
+
+    def _or_left_out(self, document: Any) -> Encoded:
+        try:
+            return self.encode(document)
+        except LeftOut as reason:
+            return leave_out(f"left out: {reason}")
+
+    def encode(self, document: Any) -> Encoded:
+        """Encode a document; raise ``LeftOut`` if nothing can be learned from it."""
         raise NotImplementedError
 
     def tokenize(self, text: list[str] | None = None, **options: Any) -> Mapping[str, Any]:
-        """Return what the tokenizer makes of texts, as lists; raise ``DocumentError`` if one cannot be encoded."""
-        with _characters_alone():
-            return self.tokenizer(text, return_attention_mask=False, verbose=False, **options)
+        """Return what the tokenizer makes of texts, as lists."""
+        return self.tokenizer(text, return_attention_mask=False, verbose=False, **options)
 
     def end_of_text(self, role: str) -> int:
         """Return the end-of-text token, if there is one; ``role`` says what it is for ("which ends every answer")."""
@@ -65,30 +76,19 @@ class Encoder(Generic[AnyEncoding]):
             )
         return self.tokenizer.eos_token_id
 
-    def check_border(self, prompt: str, answer: str, tokens: list[int], whole: list[int]) -> None:
-        """Raise ``DocumentError`` unless ``tokens``, of the prompt and of the answer alone, say what ``whole`` does."""
-        if self.tokenizer.decode(tokens) != self.tokenizer.decode(whole):
-            raise DocumentError(
-                f"the prompt's end {prompt[-20:]!r} and the completion's beginning {answer[:20]!r} share a token, and "
-                "the tokenizer cannot encode the completion alone; a space or a line break between them must be at "
-                "the beginning of the completion rather than at the end of the prompt"
-            )
-
 
 @dataclass(frozen=True)
 class Encoding:
     """A kind of documents, and the way they become tokens. Picklable.
 
     Attributes:
-        kind: Begins the names of the cache's folders.
         made_by: The class of its encoders.
         packings: How its documents may become rows, the default first (see ``lit_fused/data/packing.py``).
         min_vocab_size: The fewest entries of a tokenizer that is trained for it.
         whole_sequences: How that is trained, see :func:`lit_fused.data.tokenizer.train_tokenizer`.
-        text_column, columns: See :meth:`lit_fused.data.source.Source.select`.
+        text_column: The column that is the document; None: the document is the whole record.
     """
 
-    kind: ClassVar[str]
     made_by: ClassVar[type[Encoder[Any]]]
     packings: ClassVar[tuple[Packing, ...]] = ("documents", "none", "stream")
     min_vocab_size: ClassVar[int] = MIN_VOCAB_SIZE
@@ -98,18 +98,14 @@ class Encoding:
     def text_column(self) -> str | None:
         return None
 
-    @property
-    def columns(self) -> Sequence[str]:
-        return ()
+    def form(self, columns: Sequence[str]) -> str:
+        """Return what form the records have, for a person; raise UserError if they have none that is known."""
+        return ""
 
     @property
     def masks_tokens(self) -> bool:
         """Return whether a tokenizer that is trained for it needs a mask token."""
         return False
-
-    def fingerprint(self, block_size: int, *, trained: bool = False) -> dict[str, Any]:
-        """Return as JSON everything but the tokenizer that changes the result; ``trained``: one is trained for it."""
-        return {"encoder": self.kind, "version": 2, "block_size": block_size, **asdict(self)}
 
     def training_texts(self, document: Any) -> Sequence[str]:
         """Return the texts of a document on which a tokenizer is trained."""
@@ -119,10 +115,8 @@ class Encoding:
         """Train a tokenizer of at most ``vocab_size`` entries."""
         texts: list[str] = []
         for document in documents:
-            with suppress(UserError):  # encoding names and counts a bad record
+            with suppress(UserError):  # encoding names a bad record
                 texts += self.training_texts(document)
-        # A tokenizer of bytes finds the same words in the parts.
-        texts = [part for text in texts for part in _between_words(text)]
         options = {"whole_sequences": self.whole_sequences, "mask_token": self.masks_tokens}
         return train_tokenizer(texts, vocab_size, **options)
 
@@ -155,7 +149,7 @@ class RecordEncoding(Encoding):
             return None
         if self.too_long == "skip":
             return leave_out(f"left out: longer than data.block_size={block_size}")
-        raise DocumentError(
+        raise UserError(
             f"it has {length:,} tokens, more than data.block_size={block_size}; set data.too_long=cut or skip, or a "
             "larger data.block_size"
         )
@@ -171,29 +165,6 @@ class RecordEncoding(Encoding):
             return leave_out("left out: no answer" + f" begins within data.block_size={block_size} tokens" * is_cut)
         notes += (f"cut to {block_size} tokens",) * is_cut
         return Encoded(tokens[:block_size], wanted[:block_size], notes)
-
-
-@contextmanager
-def _characters_alone() -> Iterator[None]:
-    try:
-        yield
-    except (UnicodeEncodeError, TypeError) as error:
-        raise DocumentError("it holds half of a surrogate pair (such as \\ud83d), which is no character") from error
-
-
-@dataclass(frozen=True)
-class UntrainedEncoder:
-    """An encoder whose tokenizer is yet to be trained, on a bounded sample of the training documents."""
-
-    encoding: Encoding
-    block_size: int
-    vocab_size: int
-
-    def fingerprint(self) -> dict[str, Any]:
-        return {**self.encoding.fingerprint(self.block_size, trained=True), "train": self.vocab_size}
-
-
-AnyEncoder: TypeAlias = Encoder[Any] | UntrainedEncoder
 
 
 def context_and_answer(context: list[int], answer: list[int], notes: tuple[str, ...] = ()) -> Encoded:
@@ -220,8 +191,7 @@ class TextEncoder(Encoder["TextEncoding"]):
 
     A document begins with the beginning-of-text token where the tokenizer itself puts one in front of a text (Llama 3,
     Gemma). Special tokens that a document spells out are encoded as ordinary text. A document of more than a million
-    characters is encoded in slices that end with a line, and a slice in parts that end between words, where that
-    changes no token, or within a word of more than 131,072 characters.
+    characters is encoded in slices that end with a line, so that the tokenizer never has all of it in its own form.
     """
 
     def __post_init__(self) -> None:
@@ -238,7 +208,6 @@ class TextEncoder(Encoder["TextEncoding"]):
         words = ["These", " are", " words", " und", " \u00fcber"]
         self._is_plain = False
         alone = [ids.tolist() for ids in self._ids(words)]
-        self._divides_words = [*chain.from_iterable(alone)] == self._ids(["".join(words)])[0].tolist()
         self._is_plain = tokenizer.is_fast  # Some tokenizers do more than their backend, which alone is faster.
         self._is_plain = self._is_plain and [ids.tolist() for ids in self._ids(words)] == alone
 
@@ -250,16 +219,12 @@ class TextEncoder(Encoder["TextEncoding"]):
         backend.encode_special_tokens = True
         backend.no_truncation()
         backend.no_padding()
-        with _characters_alone():
-            return [array("I", found.ids) for found in backend.encode_batch_fast(texts, False, False)]
+        return [array("I", found.ids) for found in backend.encode_batch_fast(texts, False, False)]
 
     def __call__(self, documents: list[str]) -> list[Encoded]:
-        parts = [[*_slices(document)] for document in documents]
-        if self._divides_words:
-            parts = [[part for text in slices for part in _between_words(text)] for slices in parts]
-        # Some texts at a time, so that the tokenizer never has more than a slice in its own form.
-        ids = chain.from_iterable(map(self._ids, batches(chain.from_iterable(parts), len, _SLICE)))
-        return [self._framed([*islice(ids, len(some))]) for some in parts]
+        slices = [[*_slices(document)] for document in documents]
+        ids = chain.from_iterable(map(self._ids, _batches([*chain.from_iterable(slices)])))
+        return [self._framed([*islice(ids, len(some))]) for some in slices]
 
     def _framed(self, parts: "list[array[int]]") -> Encoded:
         """Return a document with what stands before and behind its text. A tokenizer of whole words encodes a special
@@ -283,7 +248,6 @@ class TextEncoding(Encoding):
         whole_words: Choose all tokens of a word or none.
     """
 
-    kind = "text"
     made_by = TextEncoder
     packings = ("stream", "documents", "none")
 
@@ -295,7 +259,7 @@ class TextEncoding(Encoding):
 
     def __post_init__(self) -> None:
         if self.mask_probability is not None:
-            check_fraction("data.mask_probability", self.mask_probability)
+            check_number("data.mask_probability", self.mask_probability, "be between 0 and 1", lambda x: 0 < x < 1)
         check_switches({"whole_words": bool}, {"whole_words": self.whole_words})
         for name, share in {"mask_replaced": self.mask_replaced, "mask_random": self.mask_random}.items():
             check_number(f"data.{name}", share, "be a number", lambda x: x == x)
@@ -308,47 +272,29 @@ class TextEncoding(Encoding):
         if not isinstance(self.text_column, str):
             raise UserError(f"data.text_column must be the name of a field or column; got {self.text_column!r}")
 
-    def fingerprint(self, block_size: int, *, trained: bool = False) -> dict[str, Any]:
-        return {"encoder": "text"} | ({"mask_token": MASK_TOKEN} if trained and self.masks_tokens else {})
-
     @property
     def masks_tokens(self) -> bool:
         return self.mask_probability is not None
 
+    def encoder(self, tokenizer: PreTrainedTokenizerBase, block_size: int) -> TextEncoder:
+        return TextEncoder(tokenizer, 0, self)  # Its tokens are the same for blocks of any size.
+
     def rows(self, rows: Any, tokenizer: PreTrainedTokenizerBase | None, seed: int) -> Any:
         if not self.masks_tokens:
             return rows
-        from lit_fused.data.masked_rows import MaskedRows  # It loads torch, which preparing does not need.
+        from lit_fused.data.masked_rows import MaskedRows
 
         return MaskedRows(rows, tokenizer, self, seed)
 
 
-def batches(items: Iterable[T], length: Callable[[T], int], most: int, count: int = sys.maxsize) -> Iterator[list[T]]:
-    """Yield items in lists that end with the one that makes ``count``, or ``most`` characters together."""
-    batch: list[T] = []
-    characters = 0
-    for item in items:
-        batch.append(item)
-        characters += length(item)
-        if len(batch) == count or characters >= most:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-def _between_words(text: str) -> Iterator[str]:
-    """Yield parts of a text that end between two words, where the tokens of a tokenizer that begins a word with the
-    space before it always divide. A word of more than ``2 * _PART`` characters is cut: time and memory grow faster than
-    a word does."""
-    start = 0
-    for window in range(_PART, len(text) - _PART, _PART):
-        gap = _BETWEEN_WORDS.search(text, window, window + _PART)
-        if gap or _ONE_WORD.fullmatch(text, window, window + _PART):
-            stop = gap.start() if gap else window
-            yield text[start:stop]
-            start = stop
-    yield text[start:]
+def _batches(texts: list[str]) -> Iterator[list[str]]:
+    """Yield texts in lists of about a slice's length together."""
+    start = length = 0
+    for end, text in enumerate(texts, 1):
+        length += len(text)
+        if length >= _SLICE or end == len(texts):
+            yield texts[start:end]
+            start, length = end, 0
 
 
 def _slices(document: str) -> Iterator[str]:

@@ -11,9 +11,8 @@ from typing import Any, TypeVar, cast
 
 from lit_fused.data.chat_encoding import ChatEncoding
 from lit_fused.data.chat_template import TemplatedEncoding
-from lit_fused.data.conversations import LeftOut, check_border, read_messages, read_tools, unknown_form
-from lit_fused.data.encoding import Encoder, context_and_answer, leave_out
-from lit_fused.data.store import Encoded
+from lit_fused.data.conversations import check_border, read_messages, read_tools, unknown_form
+from lit_fused.data.encoding import Encoded, Encoder, LeftOut, context_and_answer
 from lit_fused.errors import UserError
 from lit_fused.models.special_tokens import closing_tokens, one_of_each
 
@@ -46,18 +45,9 @@ class InstructionEncoder(Encoder[AnyAnswers]):
         if self.encoding.chat_template is not None:  # It may add tokens, which have to be known before any is stored.
             self._chats = self.encoding.conversations.encoder(self.tokenizer, sys.maxsize)
 
-    def __call__(self, documents: list[dict[str, Any]]) -> list[Encoded]:
-        return list(map(self._or_left_out, documents))
-
-    def _or_left_out(self, record: Mapping[str, Any]) -> Encoded:
-        try:
-            return self._document(record)
-        except LeftOut as reason:
-            return leave_out(f"left out: {reason}")
-
-    def _document(self, record: Mapping[str, Any]) -> Encoded:
-        document = self.answer(*self.encoding.prompt_and_completion(record), read_tools(record))
-        return self.encoding.fit_block(document, self.block_size)
+    def encode(self, document: Mapping[str, Any]) -> Encoded:
+        found = self.answer(*self.encoding.prompt_and_completion(document), read_tools(document))
+        return self.encoding.fit_block(found, self.block_size)
 
     def answer(self, prompt: Any, answer: Any, tools: list[Any] | None = None) -> Encoded:
         """Return the document of a prompt and an answer, of any length. LeftOut: there is nothing to learn."""
@@ -78,7 +68,7 @@ class InstructionEncoder(Encoder[AnyAnswers]):
 
     def _conversation(self, prompt: list[Any], answer: list[Any], tools: list[Any] | None) -> Encoded:
         self._chats = self._chats or self.encoding.conversations.encoder(self.tokenizer, sys.maxsize)
-        found: Encoded = self._chats.encode(read_messages([*prompt, *answer]), tools, first=len(prompt))
+        found: Encoded = self._chats.conversation(read_messages([*prompt, *answer]), tools, first=len(prompt))
         begin = (0, *(found.ends or (0,)))[-2]  # Of several documents, the last one has the answer's last turn.
         return Encoded(found.tokens[begin:], cast(Any, found.wanted)[begin:], found.notes)
 
@@ -94,7 +84,6 @@ class InstructionEncoding(TemplatedEncoding):
         chat_template, template_kwargs: Of lists of messages.
     """
 
-    kind = "instruction"
     made_by = InstructionEncoder
 
     prompt: str | None = None
@@ -108,11 +97,6 @@ class InstructionEncoding(TemplatedEncoding):
     @property
     def _names(self) -> tuple[str, str]:
         return self.prompt or "prompt", self.completion or "completion"
-
-    @property
-    def columns(self) -> list[str]:
-        alpaca = [] if self.prompt else ["instruction", "input", self.completion or "output"]
-        return [*(_FIELD.findall(self._names[0]) or self._names[:1]), self._names[1], *alpaca, "tools", "functions"]
 
     def form(self, columns: Iterable[str]) -> str:
         """Return the name of the form that records with these columns have. UserError: it is unknown."""

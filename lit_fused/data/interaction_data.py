@@ -14,8 +14,7 @@ from torch.utils.data import Dataset
 
 from lit_fused.data.interactions import Interactions, ItemMap, Numbers, checksum_of, read_interactions, read_item_map
 from lit_fused.data.loader import BatchDataModule, BatchLoader, counted, pad_right
-from lit_fused.data.option_checks import check_fraction
-from lit_fused.errors import UserError, check_choice, checked_options
+from lit_fused.errors import UserError, check_choice, check_number, checked_options
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
 
@@ -111,8 +110,8 @@ class InteractionDataModule(BatchDataModule):
         folder: str | Path | None = None,
     ) -> None:
         super().__init__(batch_size, num_workers, seed)
-        check_fraction("data.val_fraction", val_fraction)
-        check_fraction("data.test_fraction", test_fraction)
+        for name, share in {"val_fraction": val_fraction, "test_fraction": test_fraction}.items():
+            check_number(f"data.{name}", share, "be between 0 and 1, exclusive", lambda x: 0 < x < 1)
         check_choice("data.split", split, ("leave_one_out", "time"))
         if split == "time" and val_fraction + test_fraction >= 1:
             raise UserError(
@@ -204,11 +203,10 @@ class InteractionDataModule(BatchDataModule):
         # A checkpoint whose items have other numbers has been refused by now, so that its run keeps its map.
         if self.folder is not None and getattr(self.trainer, "is_global_zero", True):
             self.item_map.write_items(Path(self.folder) / "items.parquet")
-        identity = f"{self.path.name}, {self.split}, data.max_length={self.max_length}"
         train = self._parts["train"]
         users, rows = counted(len(np.unique(train.users)), "user"), counted(len(train), "row")
         contents = f"{users} in {rows} of at most {self.max_length} items"
-        return self.training_batches(train, identity, contents, collate_fn=pad_right)
+        return self.training_batches(train, contents, collate_fn=pad_right)
 
     def val_dataloader(self) -> BatchLoader:
         return self.evaluation_batches(self._parts["val"], pad_right)

@@ -17,7 +17,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from lit_fused.atomic import written_whole
-from lit_fused.data.file_source import find_files
+from lit_fused.data.records import find_files
 from lit_fused.errors import UserError
 
 Numbers = npt.NDArray[Any]

@@ -96,9 +96,6 @@ class BatchLoader:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
-    # In the loader's iterator Lightning looks for worker processes, to end them with the run.
-    _iterator = property(lambda self: self._loader._iterator, lambda self, it: setattr(self._loader, "_iterator", it))
-
 
 class BatchDataModule(L.LightningDataModule):
     """A data module whose training resumes exactly, also within an epoch. Test and prediction use validation's data."""
@@ -107,13 +104,12 @@ class BatchDataModule(L.LightningDataModule):
     def __init__(self, batch_size: int, num_workers: int = 0, seed: int = 0) -> None:
         super().__init__()
         self.batch_size, self.num_workers, self.seed = batch_size, num_workers, seed
-        self._training: tuple[BatchOrder, str] | None = None  # and what the samples depend on
+        self._training: BatchOrder | None = None
         self._resumed: dict[str, Any] | None = {}  # the checkpoint's state; None once resume_epoch has used it
 
     def training_batches(
         self,
         dataset: Any,
-        identity: str,
         contents: str | None = None,
         *,
         shuffle: bool = True,
@@ -121,8 +117,7 @@ class BatchDataModule(L.LightningDataModule):
     ) -> BatchLoader:
         """Return the loader of training batches. The last, smaller batch is dropped, unless it is the only one.
 
-        ``identity`` tells this dataset from others; it is stored in checkpoints. ``contents`` says for a person how
-        much of what it has; None: how many rows.
+        ``contents`` says for a person how much of what the dataset has; None: how many rows.
         """
         overfits = getattr(self.trainer, "overfit_batches", 0) > 0  # the same batches in every epoch
         loader = self.evaluation_batches(
@@ -135,14 +130,13 @@ class BatchDataModule(L.LightningDataModule):
             position=None if self.trainer is None else self._position,
         )
         loader.contents = contents or loader.contents
-        self._training = (loader.batch_sampler, identity)
+        self._training = loader.batch_sampler
         return loader
 
     def evaluation_batches(self, dataset: Any, collate_fn: Collate | None = None, **options: Any) -> BatchLoader:
         """Return a loader of all samples in their order, or as ``options`` of :class:`BatchLoader` say."""
-        trainer = self.trainer
-        if trainer is not None and trainer._accelerator_connector.use_distributed_sampler:
-            options |= trainer.distributed_sampler_kwargs or {}  # num_replicas and rank
+        if self.trainer is not None:
+            options |= self.trainer.distributed_sampler_kwargs or {}  # num_replicas and rank
         return BatchLoader(dataset, self.batch_size, collate_fn=collate_fn, num_workers=self.num_workers, **options)
 
     def test_dataloader(self) -> Any:
@@ -157,7 +151,7 @@ class BatchDataModule(L.LightningDataModule):
         if self.trainer is None or self._training is None:
             return {}
         epoch = self.trainer.current_epoch
-        return {"epoch": epoch, "data": _what_decides(*self._training, epoch)}
+        return {"epoch": epoch, "data": _what_decides(self._training, epoch)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._resumed = state_dict
@@ -174,9 +168,9 @@ class BatchDataModule(L.LightningDataModule):
         progress = self.trainer.fit_loop.epoch_loop.batch_progress
         epoch, batch = self.trainer.current_epoch, progress.current.ready
         saved, self._resumed = self._resumed, None
-        here = _what_decides(*self._training, epoch)
+        here = _what_decides(self._training, epoch)
         there = saved.get("data") or None if saved.get("epoch") == epoch else None
-        length = len(self._training[0]) if there is None else max(1, there["number of samples"] // there[_ROWS])
+        length = len(self._training) if there is None else max(1, there["number of samples"] // there[_ROWS])
         if not 0 < batch < length:
             return
         if there is None:
@@ -250,10 +244,10 @@ class BatchOrder(Sampler[list[int]]):
             yield mine + [-1 - int(rows[0])] * (share - len(mine))
 
 
-def _what_decides(order: BatchOrder, identity: str, epoch: int) -> dict[str, Any]:
+def _what_decides(order: BatchOrder, epoch: int) -> dict[str, Any]:
     """Return what decides which samples are in which batch of an epoch, on all ranks together."""
-    found = {"prepared data": identity, "number of samples": order.num_samples, _ROWS: order.rows_of_all_ranks}
-    return found | {"checksum of the order": zlib.crc32(order.permutation(epoch).tobytes())}
+    checksum = zlib.crc32(order.permutation(epoch).tobytes())
+    return {"number of samples": order.num_samples, _ROWS: order.rows_of_all_ranks, "checksum of the order": checksum}
 
 
 class _Rows(Dataset[Any]):

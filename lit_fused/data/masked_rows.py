@@ -18,8 +18,8 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBas
 
 from lit_fused.data.encoding import TextEncoding
 from lit_fused.data.packing import Rows
-from lit_fused.data.store import Integers
 from lit_fused.data.tokenizer import vocab_size_of
+from lit_fused.data.tokens import Integers
 from lit_fused.errors import UserError
 from lit_fused.ops.label_checks import IGNORE_INDEX
 

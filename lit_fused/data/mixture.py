@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from lit_fused.data.packing import Rows
-from lit_fused.data.store import Integers
+from lit_fused.data.tokens import Integers
 
 
 class MixedRows(Rows):

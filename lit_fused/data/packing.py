@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lit_fused.data.loader import pad_right
-from lit_fused.data.store import Integers, TokenStore
+from lit_fused.data.tokens import Integers, Tokens
 from lit_fused.errors import UserError
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
@@ -71,13 +71,13 @@ def best_fit(lengths: Integers, block_size: int) -> tuple[Integers, Integers]:
 
 
 class Rows(Dataset[dict[str, Tensor]]):
-    """Samples of a store, by their numbers."""
+    """Samples of tokens, by their numbers."""
 
     share_of_tokens: float | None = None  # of positions; None where it depends on which rows are in a batch
     num_rows: int
     unit: str  # the summary's name for rows
 
-    def __init__(self, store: TokenStore, block_size: int, pad_token_id: int) -> None:
+    def __init__(self, store: Tokens, block_size: int, pad_token_id: int) -> None:
         self.store, self.block_size, self.pad_token_id = store, block_size, pad_token_id
         self.content = f"{store.num_tokens:,} tokens"
 
@@ -125,7 +125,7 @@ class Rows(Dataset[dict[str, Tensor]]):
 class StreamBlocks(Rows):
     """Samples of ``packing=stream``: "input_ids" and "labels", int64 (T,); only the last block is padded."""
 
-    def __init__(self, store: TokenStore, block_size: int, pad_token_id: int) -> None:
+    def __init__(self, store: Tokens, block_size: int, pad_token_id: int) -> None:
         super().__init__(store, block_size, pad_token_id)
         self.num_rows, self.unit = -(-store.num_tokens // block_size), f"blocks of {block_size}"
         self.share_of_tokens = store.num_tokens / (max(self.num_rows, 1) * block_size)
@@ -141,7 +141,7 @@ class SingleDocuments(Rows):
 
     unit = "rows"
 
-    def __init__(self, store: TokenStore, block_size: int, pad_token_id: int) -> None:
+    def __init__(self, store: Tokens, block_size: int, pad_token_id: int) -> None:
         super().__init__(store, block_size, pad_token_id)
         self.starts, self.lengths = cut_documents(store.ends, block_size)
         self.num_rows = len(self.starts)
@@ -173,7 +173,7 @@ class SingleDocuments(Rows):
 class DocumentBlocks(SingleDocuments):
     """Samples of ``packing=documents``: also "position_ids", int64 (T,), from 0 in each document and the padding."""
 
-    def __init__(self, store: TokenStore, block_size: int, pad_token_id: int) -> None:
+    def __init__(self, store: Tokens, block_size: int, pad_token_id: int) -> None:
         super().__init__(store, block_size, pad_token_id)
         self.order, self.ends = best_fit(self.lengths, block_size)
         self.num_rows, self.unit = len(self.ends), f"blocks of {block_size}"
@@ -193,7 +193,7 @@ class PairRows(Rows):
 
     unit = "pairs"
 
-    def __init__(self, store: TokenStore, block_size: int, pad_token_id: int) -> None:
+    def __init__(self, store: Tokens, block_size: int, pad_token_id: int) -> None:
         super().__init__(store, block_size, pad_token_id)
         self.num_rows = store.num_documents
 

@@ -4,13 +4,12 @@ A pair is one stored document: the first wanted token is the border, at which
 :class:`lit_fused.data.packing.PairRows` divides it again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lit_fused.data.conversations import unknown_form
-from lit_fused.data.encoding import Encoder, RecordEncoding, context_and_answer, leave_out
-from lit_fused.data.store import Encoded
+from lit_fused.data.encoding import Encoded, Encoder, LeftOut, RecordEncoding, context_and_answer
 from lit_fused.errors import UserError
 from lit_fused.models.special_tokens import one_of_each
 
@@ -26,20 +25,17 @@ class PairEncoder(Encoder["PairEncoding"]):
         eos = self.end_of_text("which ends every target")
         self._end = [] if eos in self.tokenizer(text_target="a")["input_ids"] else [eos]
 
-    def __call__(self, documents: list[dict[str, Any]]) -> list[Encoded]:
-        return [self._pair(*self.encoding.training_texts(record)) for record in documents]
-
     def _tokens(self, role: str, text: str, *, cut: bool = False) -> list[int]:
         end = self._end if role == "text_target" else []
         options = {"truncation": True, "max_length": self.block_size - len(end)} if cut else {}
         (tokens,) = self.tokenize(**{role: [text]}, split_special_tokens=True, **options)["input_ids"]
         return one_of_each([*tokens, *end], self.tokenizer)
 
-    def _pair(self, source: str, target: str) -> Encoded:
-        texts = {"text": source, "text_target": target}
+    def encode(self, document: Mapping[str, Any]) -> Encoded:
+        texts = dict(zip(("text", "text_target"), self.encoding.training_texts(document), strict=True))
         for role, text in texts.items():
             if not text.strip():
-                return leave_out(f"left out: the {'source' if role == 'text' else 'target'} is empty")
+                raise LeftOut(f"the {'source' if role == 'text' else 'target'} is empty")
         tokens = {role: self._tokens(role, text) for role, text in texts.items()}
         longest = max(map(len, tokens.values()))
         if replacement := self.encoding.replacement(longest, self.block_size):
@@ -60,7 +56,6 @@ class PairEncoding(RecordEncoding):
             left out ("skip") or refused ("refuse").
     """
 
-    kind = "pairs"
     made_by = PairEncoder
     packings = ("pairs",)
     whole_sequences = True
@@ -68,22 +63,19 @@ class PairEncoding(RecordEncoding):
     source_column: str = "source"
     target_column: str = "target"
 
-    @property
-    def columns(self) -> list[str]:
-        return [self.source_column, self.target_column]
-
-    def form(self, columns: Sequence[str] | Mapping[str, Any]) -> str:
+    def form(self, columns: Iterable[str]) -> str:
         """Return the name of the form that records with these columns have. UserError: they hold no pairs."""
-        if missing := [name for name in self.columns if name not in columns]:
+        names = self.source_column, self.target_column
+        if missing := [name for name in names if name not in columns]:
             raise unknown_form(
                 f"column {' and no '.join(missing)}", columns, "data.source_column and data.target_column"
             )
-        return f"sources and targets in the columns {', '.join(self.columns)}"
+        return f"sources and targets in the columns {', '.join(names)}"
 
     def training_texts(self, document: Mapping[str, Any]) -> list[str]:
         """Return the source and the target."""
         self.form(document)
-        texts = [document[name] for name in self.columns]
+        texts = [document[name] for name in (self.source_column, self.target_column)]
         if not all(isinstance(text, str) for text in texts):
             raise UserError(f"source and target must be texts; got {str(texts)[:80]}")
         return texts

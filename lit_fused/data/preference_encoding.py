@@ -13,27 +13,26 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lit_fused.data.chat_encoding import ChatEncoding
-from lit_fused.data.conversations import LeftOut, read_tools, unknown_form
-from lit_fused.data.encoding import joined
+from lit_fused.data.conversations import read_tools, unknown_form
+from lit_fused.data.encoding import Encoded, LeftOut, joined
 from lit_fused.data.instruction_encoding import InstructionEncoder, InstructionEncoding
-from lit_fused.data.store import Encoded
 from lit_fused.errors import UserError
 
 
 class PreferenceEncoder(InstructionEncoder["PreferenceEncoding"]):
     """Encode each answer behind its prompt."""
 
-    def _document(self, record: Mapping[str, Any]) -> Encoded:
-        prompt, answers = self.encoding.prompt_and_answers(record)
+    def encode(self, document: Mapping[str, Any]) -> Encoded:
+        prompt, answers = self.encoding.prompt_and_answers(document)
         if answers[0] == answers[-1] and len(answers) == 2:
             raise LeftOut("the chosen and the rejected answer are the same")
-        sides = [self.answer(prompt, answer, read_tools(record)) for answer in answers]
+        sides = [self.answer(prompt, answer, read_tools(document)) for answer in answers]
         sides = [self.encoding.fit_block(side, self.block_size) for side in sides]
         if without := [side for side in sides if not len(side.tokens)]:
             return without[0]
         if len(sides) == 1:
             nothing = Encoded(sides[0].tokens[:1], np.zeros(1, np.bool_))
-            sides = [sides[0], nothing] if record[self.encoding.label] else [nothing, sides[0]]
+            sides = {True: [sides[0], nothing], False: [nothing, sides[0]]}[document[self.encoding.label]]
         elif np.array_equal(sides[0].tokens, sides[1].tokens):
             raise LeftOut(f"both answers are the same within data.block_size={self.block_size} tokens")
         return joined(sides, tuple(dict.fromkeys(note for side in sides for note in side.notes)))
@@ -54,7 +53,6 @@ class PreferenceEncoding(InstructionEncoding):
             or refused ("refuse"). A cut one whose prompt alone fills the block is left out.
     """
 
-    kind = "preference"
     made_by = PreferenceEncoder
     packings = ("padded", "packed")
     min_vocab_size = ChatEncoding.min_vocab_size
@@ -62,10 +60,6 @@ class PreferenceEncoding(InstructionEncoding):
     chosen: str = "chosen"
     rejected: str = "rejected"
     label: str = "label"
-
-    @property
-    def columns(self) -> list[str]:
-        return [*self._names, self.chosen, self.rejected, self.label, "tools", "functions"]
 
     def form(self, columns: Iterable[str]) -> str:
         what = "pairs of answers" if len(names := self._answers(columns)) == 2 else "single answers"
@@ -100,7 +94,7 @@ class PreferenceEncoding(InstructionEncoding):
         if prompt in (None, []) or len({type(part) for part in (prompt, *answers)}) > 1:
             raise UserError(
                 "a prompt and its answers must be texts, or lists of messages that begin with the same ones; got "
-                f"{str({name: record[name] for name in record if name in self.columns})[:200]}"
+                f"{str([prompt, *answers])[:200]}"
             )
         return prompt, answers
 

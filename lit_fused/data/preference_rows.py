@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lit_fused.data.loader import Collate
 from lit_fused.data.packing import DocumentBlocks, PairRows, Rows, SingleDocuments, StreamBlocks, pad_documents
-from lit_fused.data.store import Integers, TokenStore
+from lit_fused.data.tokens import Integers, Tokens
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
 _STORED = ("reference_log_prob", "other_reference_log_prob")  # of stored_scores.py
@@ -27,7 +27,7 @@ class PreferenceRows(Rows):
 
     unit = "preferences"
 
-    def __init__(self, store: TokenStore, block_size: int, pad_token_id: int) -> None:
+    def __init__(self, store: Tokens, block_size: int, pad_token_id: int) -> None:
         super().__init__(store, block_size, pad_token_id)
         self.num_rows = store.num_documents // 2
         self._lengths_of_sides = store.lengths.reshape(-1, 2)

@@ -52,7 +52,7 @@ def load_records(
     split: str = "train",
     revision: str | None = None,
     streaming: bool = False,
-    max_records: int | None = None,
+    max_documents: int | None = None,
     max_bytes: int | None = None,
     encoding: str = "utf-8",
     cache_dir: str | Path | None = None,
@@ -70,8 +70,8 @@ def load_records(
         split: On the Hub and of a folder of ``save_to_disk``, perhaps a part, "train[:10%]". Of other folders, the
             files ``train.*``, ``train-00000-of-00002.*`` and those in ``train/``, or where there are none, all.
         revision: A branch, tag or commit on the Hub.
-        streaming: Read from the Hub no more than ``max_records`` need. What was read is found again by its name.
-        max_records: The first so many.
+        streaming: Read from the Hub no more than ``max_documents`` need. What was read is found again by its name.
+        max_documents: The first so many.
         max_bytes: Of plain text files, the first so many.
         encoding: The character encoding of text, JSON and CSV, as Python names it.
         cache_dir: Where the library stores what it has read. None: its own place.
@@ -84,14 +84,16 @@ def load_records(
     base = re.split(r"[\[+]", split)[0]
     with _explained(path):
         if path is None or local is None:
-            parts = [_texts(_files(_STDLIB, (".py",), _STDLIB_SKIPPED), max_bytes, encoding, place, skip_bad=True)]
+            parts = [_texts(find_files(_STDLIB, (".py",), _STDLIB_SKIPPED), max_bytes, encoding, place, skip_bad=True)]
         elif local.is_dir() and any((local / file).is_file() for file in ("state.json", "dataset_dict.json")):
             parts = [_saved(local, base)]
         elif local.exists():
             suffixes = (*TEXT_SUFFIXES, *_READERS)
             files = [local]
             if local.is_dir():
-                files = _files(local, tuple(suffix + packed for suffix in suffixes for packed in ("", *_COMPRESSED)))
+                files = find_files(
+                    local, tuple(suffix + packed for suffix in suffixes for packed in ("", *_COMPRESSED))
+                )
                 if not files:
                     raise UserError(f"the folder {path} has no file that ends in {', '.join(suffixes)}")
                 files = _of_split(files, local, base)
@@ -107,7 +109,7 @@ def load_records(
         elif str(path).startswith((".", "/", "~")) or local.suffix in (*TEXT_SUFFIXES, *_READERS, *_COMPRESSED):
             raise UserError(f"there is no file or folder {local}; give the path of one, or the name of a data set")
         elif streaming:
-            stream = {"path": str(path), "name": name, "split": split, "revision": revision, "most": max_records}
+            stream = {"path": str(path), "name": name, "split": split, "revision": revision, "most": max_documents}
             parts = [_dataset(Dataset.from_generator(_streamed, gen_kwargs=stream, **place))]
         else:
             parts = [load_dataset(str(path), name, split=split, revision=revision, **place)]
@@ -121,7 +123,7 @@ def load_records(
     same = [part.features.type == parts[0].features.type or {*part.features} != {*parts[0].features} for part in parts]
     parts = [part if is_same else part.cast(parts[0].features) for part, is_same in zip(parts, same, strict=True)]
     records = concatenate_datasets(parts)
-    return records if max_records is None else records.select(range(min(max_records, len(records))))
+    return records if max_documents is None else records.select(range(min(max_documents, len(records))))
 
 
 @contextmanager
@@ -142,11 +144,15 @@ def _saved(folder: Path, split: str) -> Dataset:
     return found if isinstance(found, Dataset) else found[split]
 
 
-def _files(root: Path, suffixes: tuple[str, ...], skipped: frozenset[str] = frozenset()) -> list[Path]:
-    """Return the files below ``root`` that end in one of ``suffixes``, sorted, without hidden files and folders."""
+def find_files(root: Path, suffixes: tuple[str, ...], skipped: frozenset[str] = frozenset()) -> list[Path]:
+    """Return the files below ``root`` that end in one of ``suffixes``, sorted, without hidden files and folders. Links
+    are followed, and a folder to which several paths lead is read once."""
     files: list[Path] = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in skipped and not name.startswith(".")]
+    seen: set[str] = set()
+    for folder, subfolders, names in os.walk(root, followlinks=True):
+        is_new, seen = os.path.realpath(folder) not in seen, seen | {os.path.realpath(folder)}
+        subfolders[:] = sorted(s for s in subfolders if is_new and s not in skipped and not s.startswith("."))
+        names = names if is_new else []
         files += [Path(folder, name) for name in names if name.endswith(suffixes) and not name.startswith(".")]
     return sorted(files)
 
@@ -176,6 +182,8 @@ def _texts(
             named.append((str(file), size, changed, left if size > left else None))
         left -= size
     options = {"files": named, "encoding": encoding, "skip_bad": skip_bad}
+    sizes = [min(size, DOCUMENT_BYTES) for _, size, *_ in named]
+    place = {**place, "writer_batch_size": max(1, min(1000, 4 * DOCUMENT_BYTES * len(sizes) // (sum(sizes) + 1)))}
     return _dataset(Dataset.from_generator(_documents, gen_kwargs=options, **place))
 
 

@@ -94,7 +94,7 @@ class RolloutDataModule(BatchDataModule):
     def train_dataloader(self) -> BatchLoader:
         rows = self.rows["train"]
         contents = counted(len(rows), "rollout")
-        return self.training_batches(rows, f"rollouts of {self.path}", contents, collate_fn=self._collate)
+        return self.training_batches(rows, contents, collate_fn=self._collate)
 
     def val_dataloader(self) -> BatchLoader:
         return self.evaluation_batches(self.rows["val"], self._collate)

@@ -9,12 +9,9 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from lit_fused.errors import UserError
-
-Side = Literal["train", "val"]
-SIDES: tuple[Side, ...] = ("train", "val")
 
 
 @dataclass(frozen=True)
@@ -25,13 +22,14 @@ class Split:
     moved: str | None = None  # the SHA-256 of the document that goes to the other side, so that neither is empty
     lent: Sequence[Any] | None = None  # the SHA-256 of the text that lends its tail, and the characters it keeps
 
-    def sides(self, content: Any) -> list[tuple[Side, Any]]:
-        """Return ``content``, or its two parts, with their sides."""
+    def sides(self, content: Any) -> list[tuple[bool, Any]]:
+        """Return ``content``, or its two parts, each with whether it is held out."""
+        if self.fraction in (0, 1):
+            return [(self.fraction == 1, content)]
         sha = document_digest(content)
         if self.lent is not None and sha == self.lent[0]:
-            return [("train", content[: self.lent[1]]), ("val", content[self.lent[1] :])]
-        held_out = (sha == self.moved) != _below(sha, self.fraction)
-        return [("val" if held_out else "train", content)]
+            return [(False, content[: self.lent[1]]), (True, content[self.lent[1] :])]
+        return [((sha == self.moved) != _below(sha, self.fraction), content)]
 
 
 def choose_split(contents: Iterable[Any], fraction: float) -> Split:
@@ -48,24 +46,21 @@ def choose_split(contents: Iterable[Any], fraction: float) -> Split:
         num_documents += 1
         smallest, largest = min(smallest, sha), max(largest, sha)
         total += len(content)
-        if (len(content), sha) > longest[:2]:
-            longest = (len(content), sha, content)
+        longest = max(longest, (len(content), sha, content), key=lambda one: one[:2])
     if sides == {True} and smallest < largest:
         return Split(fraction, moved=largest)
     size, sha, text = longest
-    if isinstance(text, str):
-        if size < 2:
-            raise UserError(f"the longest document has {size} character(s), too few to split; give a longer text")
+    if isinstance(text, str) and size > 1:
         kept = size - min(max(1, int(fraction * total)), size - 1)
         line_starts = (text.rfind("\n", 0, kept) + 1, text.find("\n", kept) + 1)
         inside = [start for start in line_starts if 0 < start < size]
         kept = min(inside, key=lambda start: abs(start - kept), default=kept)
         return Split(fraction, lent=(sha, kept), moved=sha if sides == {True} else None)
-    if smallest < largest:
+    if smallest < largest and not isinstance(text, str):
         return Split(fraction, moved=smallest)
     raise UserError(
         f"two different documents are needed, one to train on and one to hold out, but there are {num_documents}, "
-        "all the same; give more"
+        "all the same or of one character; give more"
     )
 
 
@@ -73,10 +68,7 @@ def document_digest(content: Any) -> str:
     """Return the SHA-256 of a text in UTF-8, or of a record as JSON with sorted keys."""
     if not isinstance(content, str):
         content = json.dumps(content, sort_keys=True, default=str)
-    found = hashlib.sha256()
-    for start in range(0, len(content), 2**20):  # A very long text is not copied as a whole.
-        found.update(content[start : start + 2**20].encode("utf-8", "surrogatepass"))
-    return found.hexdigest()
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def _below(sha: str, fraction: float) -> bool:

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lit_fused.data.loader import BatchDataModule, BatchLoader, counted
-from lit_fused.data.option_checks import check_fraction
-from lit_fused.errors import checked_options
+from lit_fused.errors import check_number, checked_options
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
 
@@ -39,7 +38,7 @@ class SyntheticDataModule(BatchDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__(batch_size, seed=seed)
-        check_fraction("data.ignored_fraction", ignored_fraction, zero_allowed=True)
+        check_number("data.ignored_fraction", ignored_fraction, "be 0 or more and below 1", lambda x: 0 <= x < 1)
         self.vocab_size = vocab_size
         num_train, num_val = num_train_batches * batch_size, num_val_batches * batch_size
         self._train = _RandomTokens(vocab_size, block_size, num_train, ignored_fraction, seed)
@@ -47,7 +46,7 @@ class SyntheticDataModule(BatchDataModule):
 
     def train_dataloader(self) -> BatchLoader:
         contents = f"{counted(len(self._train), 'row')} of {self._train.block_size} tokens"
-        return self.training_batches(self._train, self._train.identity, contents, shuffle=False)
+        return self.training_batches(self._train, contents, shuffle=False)
 
     def val_dataloader(self) -> BatchLoader:
         return self.evaluation_batches(self._val)
@@ -60,11 +59,6 @@ class _RandomTokens(Dataset[dict[str, Tensor]]):
     num_samples: int
     ignored_fraction: float
     seed: int
-
-    @property
-    def identity(self) -> str:
-        made = f"uniform tokens below {self.vocab_size}, {self.block_size} a sample"
-        return f"{made}, {self.ignored_fraction} of the labels ignored, seed {self.seed}"
 
     def __len__(self) -> int:
         return self.num_samples

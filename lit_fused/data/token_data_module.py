@@ -1,32 +1,82 @@
 """Define the data module of everything that becomes tokens, and build it from one flat set of options."""
 
-import os
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from inspect import signature
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from datasets import Dataset
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lit_fused.data.encoding import Encoding, Packing, TextEncoding
 from lit_fused.data.loader import BatchDataModule, BatchLoader, counted
 from lit_fused.data.mixture import MixedRows
-from lit_fused.data.option_checks import check_weights
 from lit_fused.data.packing import Rows
 from lit_fused.data.preference_rows import ROWS, collate_of
-from lit_fused.data.preparation_report import Report
-from lit_fused.data.source import Source
-from lit_fused.data.store import Integers
+from lit_fused.data.records import load_records
 from lit_fused.data.stored_scores import StoredScores
-from lit_fused.data.to_prepare import PreparedTokens, Sources, TokensToPrepare, compose
-from lit_fused.data.token_arrays import TokenArrays
-from lit_fused.data.tokenizer import tokenizer_digest
-from lit_fused.errors import UserError, check_choice
+from lit_fused.data.tokenized import split_of, tokenized, trained_tokenizer
+from lit_fused.data.tokenizer import load_tokenizer, tokenizer_digest, vocab_size_of
+from lit_fused.data.tokens import Integers, TokenArrays, Tokens, notes_of
+from lit_fused.errors import UserError, check_choice, check_number, check_whole, checked_options, did_you_mean
 
 _PROMPTS, _PROMPT_TOKENS = 64, 16  # held-out documents among which one is chosen, and the first tokens of a text
+
+
+@dataclass(frozen=True)
+class Records:
+    """A path and other options of :func:`lit_fused.data.records.load_records`."""
+
+    path: str | Path | None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    text_column: str | None = None  # where it has another name in these alone
+
+    def load(self, text_column: str | None, cache_dir: str | Path | None) -> Dataset:
+        """Return the records; of texts, with their column alone."""
+        own = self.text_column or text_column
+        options = {"cache_dir": cache_dir, **self.options}
+        found = load_records(self.path, columns=None if own is None else [own], **options)
+        return found if own is None or own == text_column else found.rename_column(own, str(text_column))
+
+
+Source: TypeAlias = str | Path | Dataset | Records | TokenArrays | None
+Sources: TypeAlias = Source | Mapping[str, Source]
+
+
+class PreparedTokens(NamedTuple):
+    """The tokenizer, if there is one, tokens to train on and held out by the names of their sets ("" of a single one),
+    how often the encoding gave each note, and a description for a person."""
+
+    tokenizer: PreTrainedTokenizerBase | None
+    to_train_on: dict[str, Tokens]
+    held_out: dict[str, Tokens]
+    notes: Counter[str]
+    report: str
+
+    @property
+    def train(self) -> Tokens:
+        """The first tokens to train on."""
+        return next(iter(self.to_train_on.values()))
+
+    @property
+    def val(self) -> Tokens:
+        """The first tokens that are held out."""
+        return next(iter(self.held_out.values()))
+
+
+@dataclass(frozen=True, eq=False)
+class _Set:
+    name: str
+    source: Any
+    val_fraction: float  # 0 for training alone, and 1 for evaluation alone
 
 
 class TokenDataModule(BatchDataModule):
@@ -36,39 +86,39 @@ class TokenDataModule(BatchDataModule):
     prediction all use the validation split, of several sets one loader for each, by their names.
 
     Args:
-        source: Where documents come from, or arrays of tokens; or several by name, which are mixed for training.
+        source: What :func:`lit_fused.data.records.load_records` reads (a path or a name), a ``datasets.Dataset``, or
+            arrays of tokens; or several by name, which are mixed for training. None: Python's standard library.
         encoding: How documents become tokens. None: the source is tokens already.
-        val_source: What is held out, a source or several by name. None: ``val_fraction`` of each source.
+        val_source: What is held out, one or several by name. None: ``val_fraction`` of each source.
         weights: A number of 0 or more for each of several sources. None: each row comes once in an epoch.
         block_size: Tokens per sample; for pairs, the most tokens of a source and of a target.
         val_fraction: The share of the documents (of arrays: of the tokens) that is held out.
         tokenizer: The name or folder of a tokenizer. None: one is trained on the training documents.
         vocab_size: The most entries that a trained tokenizer may have; a small text yields fewer.
-        max_bad_documents: More documents that cannot be read or encoded end the preparation.
-        cache_dir: Where prepared data are stored. None: ``$XDG_CACHE_HOME/lit_fused`` or ``~/.cache/lit_fused``.
+        cache_dir: Where records and tokens are stored. None: the datasets library's own place.
         num_workers: Worker processes of each data loader.
-        prepare_workers: Processes that prepare; 0: this one. None: one for each core, for more than 64 MiB.
+        prepare_workers: Processes that prepare. None: one for each core, for more than 64 MiB.
         packing: "stream", "documents", "none" or "pairs" (``lit_fused/data/packing.py``), or of preferences "padded" or
             "packed" (``lit_fused/data/preference_rows.py``). None: the encoding's own.
         seed: The order of training batches depends on it and on the number of the epoch.
         scores: A file of ``mode=score``, whose numbers batches then have besides. None: no scores.
 
-    ``prepare_data`` and ``setup`` raise UserError for data that are missing, bad, empty or too short.
+    ``prepare_data`` and ``setup`` raise UserError for data that are missing, empty or too short.
     """
 
+    @checked_options("data.", block_size=2, vocab_size=1)
     def __init__(
         self,
         source: Sources,
         encoding: Encoding | None = None,
         *,
-        val_source: Sources | None = None,
+        val_source: Sources = None,
         weights: Mapping[str, float] | None = None,
         block_size: int = 1024,
         batch_size: int = 8,
         val_fraction: float = 0.05,
         tokenizer: str | Path | None = None,
         vocab_size: int = 16384,
-        max_bad_documents: int = 0,
         cache_dir: str | Path | None = None,
         num_workers: int = 0,
         prepare_workers: int | None = None,
@@ -77,82 +127,105 @@ class TokenDataModule(BatchDataModule):
         scores: str | Path | None = None,
     ) -> None:
         super().__init__(batch_size, num_workers, seed)
-        self.to_prepare = TokensToPrepare(
-            source,
-            encoding,
-            val_source=val_source,
-            block_size=block_size,
-            val_fraction=val_fraction,
-            tokenizer=tokenizer,
-            vocab_size=vocab_size,
-            max_bad_documents=max_bad_documents,
-            cache_dir=cache_dir,
-            prepare_workers=prepare_workers,
-        )
+        check_number("data.val_fraction", val_fraction, "be between 0 and 1, exclusive", lambda x: 0 < x < 1)
         packings = (encoding or TextEncoding).packings
-        if packing is not None:
-            check_choice("data.packing", packing, packings)
-        sets = self.to_prepare.sets
-        if weights is not None:
-            check_weights(weights, [part.name for part in sets if part.val_fraction < 1])
-        self.weights = None if weights is None else {str(name): float(weight) for name, weight in weights.items()}
-        self.source, self.encoding, self.block_size = sets[0].source, encoding, block_size
         self.packing: Packing = packing or packings[0]
-        self._prepared: PreparedTokens | None = None
+        check_choice("data.packing", self.packing, packings)
+        fraction = float(val_fraction) if val_source is None else 0.0
+        self.sets = [_Set(name, part, fraction) for name, part in _named("data.path", source).items()]
+        if val_source is not None:
+            self.sets += [_Set(name, part, 1.0) for name, part in _named("data.val_path", val_source).items()]
+        if weights is not None:
+            _check_weights(weights, [part.name for part in self.sets if part.val_fraction < 1])
+        if encoding is not None:
+            check_whole("data.vocab_size", vocab_size, encoding.min_vocab_size)
+        self.weights = None if weights is None else {str(name): float(weight) for name, weight in weights.items()}
+        self.encoding, self.block_size, self.max_vocab_size = encoding, block_size, vocab_size
+        self.tokenizer_name, self.cache_dir, self.prepare_workers = tokenizer, cache_dir, prepare_workers
         self.stored_scores = None if scores is None else StoredScores(scores)
 
     @property
     def source_names(self) -> list[str]:
         """Return the paths or names of all data."""
-        return [part.source.name for part in self.to_prepare.sets]
+        paths = [getattr(part.source, "path", part.source) for part in self.sets]
+        return ["the standard library" if path is None else str(path) for path in paths]
 
-    def prepare(self, *, show: bool = False) -> Report:
-        """Prepare the data, or verify those in the cache, and return the report. ``show``: with a progress bar."""
-        return self.to_prepare.prepare_and_verify(show=show)
+    def prepare(self, *, show: bool = False) -> str:
+        """Prepare the data, unless the cache has them, and describe them for a person."""
+        return self.prepared.report
 
     def prepare_data(self) -> None:
         """Prepare the data, unless the cache has them. Lightning calls it in one process of each node."""
-        self.to_prepare.prepare(show=getattr(rank_zero_only, "rank", 0) == 0)
+        _ = self.prepared
 
     def setup(self, stage: str | None = None) -> None:
         """Open the prepared data. Lightning calls it in every process."""
-        if self._prepared is not None:
-            return
-        report = self.to_prepare.prepare()
-        for part in [part for _, part in report.parts] or [report]:
-            if part.notes:
-                rank_zero_info(f"of {part.source}: " + ", ".join(f"{what}: {n:,}" for what, n in part.notes.items()))
-        self._prepared = self.to_prepare.open(report)
-        for name, store in self._prepared.to_train_on.items():
-            tokens, which = store.num_tokens, f" {name}" * bool(name)
-            is_used = self.weights is None or self.weights[name] > 0
-            if tokens < self.block_size and self.packing == "stream" and is_used:
+        for name, tokens in self.prepared.to_train_on.items():
+            which, is_used = f" {name}" * bool(name), self.weights is None or self.weights[name] > 0
+            if tokens.num_tokens < self.block_size and self.packing == "stream" and is_used:
                 raise UserError(
-                    f"the text{which} is too short: its training split has {tokens} tokens, but one block needs "
-                    f"data.block_size={self.block_size}; set data.block_size={tokens} or smaller, or give a longer text"
+                    f"the text{which} is too short: its training split has {tokens.num_tokens} tokens, but one block "
+                    f"needs data.block_size={self.block_size}; set data.block_size={tokens.num_tokens} or smaller, or "
+                    "give a longer text"
                 )
+        if self.prepared.notes:
+            rank_zero_info(self.prepared.report)
         if self.stored_scores is not None:
             self.stored_scores.check_tokenizer(self.tokenizer_digest)
-        if self.num_workers > 0:
-            # Loader workers do not tokenise. Without this, tokenizers 0.22 warns at each fork that it stops threads.
-            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Verify the prepared data, in one process of each node, when a checkpoint is resumed from or evaluated."""
-        super().load_state_dict(state_dict)
-        if self.trainer is not None and self.trainer.local_rank == 0:
-            self.prepared.verify()
-
-    @property
+    @cached_property
     def prepared(self) -> PreparedTokens:
-        """Return the tokenizer and the two splits, once ``setup`` has run."""
-        if self._prepared is None:
-            raise UserError("the data are not prepared yet; call prepare_data() and setup() on the data module first")
-        return self._prepared
+        """Return the tokens of all sets; the first use prepares them, or finds them in the cache."""
+        tokenizer = None if self.tokenizer_name is None else load_tokenizer(self.tokenizer_name)
+        if self.encoding is None:
+            eos = getattr(tokenizer, "eos_token_id", None)
+            sides = {part: part.source.open(part.val_fraction, eos) for part in self.sets}
+            return self._prepared(tokenizer, sides, {})
+        column = self.encoding.text_column
+        records = {part: self._load(part, column) for part in self.sets}
+        for part, found in records.items():
+            if form := self.encoding.form(found.column_names):
+                rank_zero_info(f"data.path{f'.{part.name}' * bool(part.name)}: {form}")
+        splits = {part: split_of(found, column, part.val_fraction) for part, found in records.items()}
+        if tokenizer is None:
+            training = [(records[part], splits[part]) for part in self.sets if part.val_fraction < 1]
+            tokenizer = trained_tokenizer(training, self.encoding, self.max_vocab_size)
+        encoder = self.encoding.encoder(tokenizer, self.block_size)
+        tables = {part: tokenized(records[part], encoder, splits[part], self.prepare_workers) for part in self.sets}
+        size = vocab_size_of(encoder.tokenizer)
+        sides = {part: (Tokens.of(table, False, size), Tokens.of(table, True, size)) for part, table in tables.items()}
+        return self._prepared(encoder.tokenizer, sides, tables)
+
+    def _load(self, part: _Set, column: str | None) -> Dataset:
+        if isinstance(part.source, Dataset):
+            return part.source
+        source = part.source if isinstance(part.source, Records) else Records(part.source)
+        return source.load(column, self.cache_dir)
+
+    def _prepared(
+        self, tokenizer: Any, sides: dict[_Set, tuple[Tokens, Tokens]], tables: dict[_Set, Dataset]
+    ) -> PreparedTokens:
+        lines, all_notes = [], Counter[str]()
+        for (part, (train, held_out)), name in zip(sides.items(), self.source_names, strict=True):
+            notes = notes_of(tables[part]) if part in tables else Counter()
+            all_notes += notes
+            said = [f"{tokens.num_documents:,} documents, {tokens.num_tokens:,} tokens" for tokens in (train, held_out)]
+            lines.append(f"{name}: {said[0]} to train on; {said[1]} held out")
+            lines += [f"  {note}: {count:,}" for note, count in notes.items()]
+            wanted = [train] * (part.val_fraction < 1) + [held_out] * (part.val_fraction > 0)
+            if not all(tokens.num_documents for tokens in wanted):
+                raise UserError(f"{'; '.join(lines)}: one of the two sides is empty, give more documents")
+        return PreparedTokens(
+            tokenizer,
+            {part.name: train for part, (train, _) in sides.items() if part.val_fraction < 1},
+            {part.name: held_out for part, (_, held_out) in sides.items() if part.val_fraction > 0},
+            all_notes,
+            "\n".join(lines),
+        )
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """Return the tokenizer, once ``setup`` has run; None where the data came as tokens, without one."""
+        """Return the tokenizer; None where the data came as tokens, without one."""
         return self.prepared.tokenizer
 
     @property
@@ -163,7 +236,7 @@ class TokenDataModule(BatchDataModule):
     @property
     def vocab_size(self) -> int:
         """Return one more than the largest possible token; the model's vocabulary must be at least this."""
-        return max(store.vocab_size for store in self.prepared.to_train_on.values())
+        return max(tokens.vocab_size for tokens in self.prepared.to_train_on.values())
 
     @property
     def pad_token_id(self) -> int:
@@ -174,24 +247,21 @@ class TokenDataModule(BatchDataModule):
     def held_out_prompt(self) -> Tensor:
         """Return a prompt from the held-out documents, (1, T) int64, T >= 1, at most half a block: what precedes a
         first answer (the first user's turn, a pair's source), or the first tokens of a text."""
-        store, most = self.prepared.val, max(1, self.block_size // 2)
+        held_out, most = self.prepared.val, max(1, self.block_size // 2)
         prompts: list[Integers] = []
-        for start, end in pairwise([0, *store.ends[:_PROMPTS].tolist()]):
-            tokens, wanted = store.read(start, end)
+        for start, end in pairwise([0, *held_out.ends[:_PROMPTS].tolist()]):
+            tokens, wanted = held_out.read(start, end)
             before = 0 if wanted is None else int(wanted.argmax())
             prompts.append(tokens[: before or max(1, min(_PROMPT_TOKENS, most, len(tokens) // 2))])
         fitting = [prompt for prompt in prompts if len(prompt) <= most] or [min(prompts, key=len)[-most:]]
         # A text of a few words says little; the first of the longest beginnings is shown.
-        return torch.from_numpy(fitting[0] if store.has_answers else max(fitting, key=len))[None]
+        return torch.from_numpy(fitting[0] if held_out.has_answers else max(fitting, key=len))[None]
 
     def train_dataloader(self) -> BatchLoader:
         parts = {name: self._rows("train", name) for name in self.prepared.to_train_on}
         rows = self._masked(MixedRows(parts, self.weights) if len(parts) > 1 else next(iter(parts.values())))
-        folders = ", ".join(store.folder.parent.name for store in self.prepared.to_train_on.values())
-        identity = f"{folders}, data.packing={self.packing}, data.block_size={self.block_size}"
-        identity += "" if self.weights is None else f", data.weights={self.weights}"
         loader = self.training_batches(
-            rows, identity, self._contents(len(rows)), collate_fn=collate_of(self.packing, self.pad_token_id)
+            rows, self._contents(len(rows)), collate_fn=collate_of(self.packing, self.pad_token_id)
         )
         share = rows.share_of_tokens_in(loader.batch_sampler.permutation(0), self.batch_size)
         rank_zero_info(f"data.packing={self.packing}: {rows.summary()}; {share:.2%} of all positions hold tokens")
@@ -219,8 +289,8 @@ class TokenDataModule(BatchDataModule):
         """Return how many documents train in how many rows."""
         if unit := {"pairs": "pair", "padded": "preference", "packed": "preference"}.get(self.packing):
             return counted(num_rows, unit)
-        stores = self.prepared.to_train_on.items()
-        documents = sum(s.num_documents for name, s in stores if self.weights is None or self.weights[name] > 0)
+        parts = self.prepared.to_train_on.items()
+        documents = sum(t.num_documents for name, t in parts if self.weights is None or self.weights[name] > 0)
         most = "at most " * (self.packing == "none")
         return f"{counted(documents, 'document')} in {counted(num_rows, 'row')} of {most}{self.block_size} tokens"
 
@@ -229,8 +299,8 @@ class TokenDataModule(BatchDataModule):
         return rows if self.stored_scores is None else self.stored_scores.of(_set_name(split, name), rows)
 
     def _plain_rows(self, split: str, name: str) -> Rows:
-        store = (self.prepared.to_train_on if split == "train" else self.prepared.held_out)[name]
-        return ROWS[self.packing](store, self.block_size, self.pad_token_id)
+        tokens = (self.prepared.to_train_on if split == "train" else self.prepared.held_out)[name]
+        return ROWS[self.packing](tokens, self.block_size, self.pad_token_id)
 
     def _masked(self, rows: Rows) -> Rows:
         return rows if self.encoding is None else self.encoding.rows(rows, self.tokenizer, self.seed)
@@ -240,21 +310,67 @@ def _set_name(split: str, name: str) -> str:
     return f"{split}/{name}" if name else split
 
 
+def _named(option: str, source: Sources) -> dict[str, Source]:
+    if not isinstance(source, Mapping):
+        return {"": source}
+    if wrong := next((name for name in source if not re.fullmatch(r"[\w-]+", str(name))), None):
+        raise UserError(f"{option} names a set {wrong!r}; its name is part of metrics' names: letters, digits, - and _")
+    return {str(name): part for name, part in source.items()}
+
+
+def _check_weights(weights: Mapping[str, float], names: list[str]) -> None:
+    given = dict(weights) if isinstance(weights, Mapping) else {}
+    if {*map(str, given)} != {*names} or min(given.values(), default=-1) < 0 or not sum(given.values()) > 0:
+        raise UserError(
+            f"data.weights must be numbers of 0 or more, one above 0, for the sets of data.path ({', '.join(names)}); "
+            f"got {weights}"
+        )
+
+
 def compose_data(
-    read: Callable[..., Source | TokenArrays],
+    read: Callable[..., Any],
     encode: Callable[..., Encoding] | Mapping[str, Callable[..., Encoding]] | None = None,
     format: str | None = None,
     **options: Any,
 ) -> TokenDataModule:
-    """Build the source, the encoding and the data module, handing each option to all of them that name it.
+    """Build the data module from one flat set of options, each for whom names it in its signature.
 
-    ``compose_data(FileSource, TextEncoding, path="corpus", block_size=512)`` is
-    ``TokenDataModule(FileSource("corpus"), TextEncoding(), block_size=512)``.
+    ``compose_data(load_records, TextEncoding, path="corpus", block_size=512)`` is
+    ``TokenDataModule("corpus", TextEncoding(), block_size=512)``.
 
     Args:
-        read: The class of the source, or a function that builds it.
+        read: ``load_records``, or ``TokenArrays``.
         encode: The class of the encoding; or several by name, of which ``format`` chooses one; None for token arrays.
         format: The name of the encoding, where there are several.
-        options: Those of the source, of the encoding, and of the data module; others are refused.
+        options: Those of ``read``, of the encoding, and of the data module; "path" and "val_path" are one path, or
+            several by name, each perhaps ``{path: ..., and options of its own}``. Others are refused.
     """
-    return compose(TokenDataModule, read, encode, format, options)
+    others: dict[str, Any] = {}
+    if isinstance(encode, Mapping):
+        check_choice("data.format", format, encode)
+        others = {name: value for part in encode.values() for name, value in signature(part).parameters.items()}
+        encode = encode[str(format)]
+    takes = [{*signature(part).parameters} if part else set() for part in (read, encode, TokenDataModule)]
+    takes[2] -= {"source", "encoding", "val_source"}
+    known = set.union(*takes, others, {"path", "val_path"})
+    if unknown := [name for name in options if name not in known]:
+        raise UserError(f"data.{unknown[0]} is unknown{did_you_mean(unknown[0], known)}; there are {sorted(known)}")
+    for name in {*options} & {*others} - set.union(*takes):
+        if (options[name] or None) != (others[name].default or None):  # It would have no effect.
+            raise UserError(f"data.{name} is not for data.format={format}")
+    of_read, of_encoding, of_module = ({name: options[name] for name in names if name in options} for names in takes)
+    for name in ("path", "cache_dir", "columns"):
+        of_read.pop(name, None)
+
+    def source(given: Any) -> Any:
+        if isinstance(given, Mapping) and "path" not in given:
+            return {name: source(part) for name, part in given.items()}
+        own = dict(given) if isinstance(given, Mapping) else {"path": given}
+        if getattr(read, "func", read) is TokenArrays:  # Hydra gives classes as partials.
+            return TokenArrays(**{**of_read, **own})
+        return Records(own.pop("path"), text_column=own.pop("text_column", None), options={**of_read, **own})
+
+    val_source = None if options.get("val_path") is None else source(options["val_path"])
+    return TokenDataModule(
+        source(options.get("path")), encode(**of_encoding) if encode else None, val_source=val_source, **of_module
+    )

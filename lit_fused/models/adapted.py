@@ -26,8 +26,8 @@ def with_adapters(
             (bitsandbytes, NF4).
     """
     own = getattr(model, "keywords", {}).get("path")  # of a pretrained model that is built with further options
-    given = path is None or path == own
-    base = model() if given else from_pretrained(path, at_once=True, load_in_4bit=load_in_4bit)
+    around = None if path == own else path
+    base = from_pretrained(around, at_once=True, load_in_4bit=load_in_4bit) if around else model()
     assert isinstance(base, PreTrainedModel)
     if getattr(base, "is_loaded_in_4bit", False):
         base.register_load_state_dict_pre_hook(_without_scales)

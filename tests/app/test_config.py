@@ -43,6 +43,7 @@ def test_every_file_of_the_tree_composes_and_fits(group, option):
     recipes += ("lora",) * (group == "experiment")
     needed |= {name: ["model.path=somewhere", "data.path=somewhere"] for name in recipes}
     needed["interactions"] = ["data.path=somewhere", "module=recommender"]
+    needed["reverse"] = ["data.path=somewhere"]
     needed["exported_items"] = ["model.path=somewhere"]
     needed["early_stopping"] = ["trainer.max_epochs=3"]
     place = "teacher" if group == "teacher" else "model"

@@ -1,10 +1,6 @@
-"""The data room: documents, split, tokenizer, packing, cache, loaders, synthetic tokens, and what its errors say."""
+"""The data room: tokenizer, rows, loaders, synthetic tokens, flat options, and what its errors say."""
 
-import errno
 import hashlib
-import os
-import sysconfig
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +8,7 @@ import pytest
 import torch
 from composed import composed
 from data_modules import ready, text_data
+from datasets import Dataset
 from hydra.utils import instantiate
 from lightning.pytorch import seed_everything
 from omegaconf import OmegaConf
@@ -19,14 +16,12 @@ from omegaconf import OmegaConf
 from lit_fused.app.config import check_config
 from lit_fused.data import (
     IGNORE_INDEX,
-    FileSource,
     SyntheticDataModule,
     TextEncoding,
     TokenDataModule,
+    load_records,
     train_tokenizer,
 )
-from lit_fused.data.cache import prepare_once
-from lit_fused.data.file_source import stdlib_files
 from lit_fused.errors import UserError
 
 
@@ -36,58 +31,6 @@ def prepared(path, **options):
 
 def below(document, fraction):
     return int(hashlib.sha256(document.encode()).hexdigest(), 16) < fraction * 2**256
-
-
-def cached(tmp_path):
-    return sorted(path.name for path in (tmp_path / "cache" / "lit_fused").iterdir())
-
-
-# --- documents ---------------------------------------------------------------------------------------------------
-
-
-def documents(path, **options) -> list[Any]:
-    source = FileSource(path, **options)
-    return [document.content for piece in source.pieces() for document in source.read(piece) if document.content]
-
-
-def test_a_folder_yields_its_text_files_recursively_in_path_order(tmp_path):
-    contents = {"b.txt": "b", "a/z.md": "z", "a/b/c.py": "c", "empty.txt": "", "d.bin": "no", ".git/e.txt": "no"}
-    for name, content in contents.items():
-        (tmp_path / "f" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "f" / name).write_text(content)
-    assert documents(str(tmp_path / "f")) == ["c", "z", "b"]
-
-
-def test_linked_folders_are_read_and_each_folder_once(tmp_path):
-    for name in ("f/a", "outside/b"):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "x.txt").write_text(name)
-    for link, target in {"again": "a", "back": "..", "linked": "../outside", "other": "../outside"}.items():
-        (tmp_path / "f" / link).symlink_to(target)
-    assert sorted(documents(str(tmp_path / "f"))) == ["f/a", "outside/b"]
-
-
-def test_a_file_of_any_suffix_is_read_byte_for_byte(tmp_path):
-    (tmp_path / "notes.log").write_bytes("\ufeffone\r\ntwo\r\x00".encode())
-    assert documents(str(tmp_path / "notes.log")) == ["\ufeffone\r\ntwo\r\x00"]
-
-
-def test_max_bytes_cuts_the_file_that_crosses_it_and_drops_an_incomplete_character(tmp_path):
-    (tmp_path / "a.txt").write_text("abc")
-    (tmp_path / "b.txt").write_text("日本", encoding="utf-8")
-    (tmp_path / "c.txt").write_text("never reached")
-    assert documents(str(tmp_path), max_bytes=3) == ["abc"]
-    assert documents(str(tmp_path), max_bytes=7) == ["abc", "日"]
-    assert documents(str(tmp_path), max_bytes=9) == ["abc", "日本"]
-
-
-def test_the_standard_library_is_a_corpus_of_several_megabytes_without_tests_and_packages():
-    sizes = [len(document.encode()) for document in documents(None, max_bytes=12_000_000)]
-    assert 4_000_000 < sum(sizes) <= 12_000_000
-    assert len(sizes) > 200
-    files = [file.relative_to(sysconfig.get_paths()["stdlib"]) for file in stdlib_files()]
-    assert Path("argparse.py") in files
-    assert not any({"test", "tests", "site-packages", "__pycache__", "idlelib"} & set(file.parts) for file in files)
 
 
 # --- tokenizer ---------------------------------------------------------------------------------------------------
@@ -123,7 +66,7 @@ def test_the_blocks_concatenated_are_the_documents_each_followed_by_the_end_of_t
     datamodule = prepared(corpus, val_fraction=0.2)
     assert datamodule.tokenizer is not None
     input_ids, labels = (block.flatten().tolist() for block in blocks(datamodule.val_dataloader()))
-    held_out = [document for document in documents(str(corpus)) if below(document, 0.2)]
+    held_out = [document for document in load_records(corpus)["text"] if below(document, 0.2)]
     expected = [token for document in held_out for token in [*datamodule.tokenizer.encode(document), 0]]
     assert input_ids[: len(expected)] == labels[: len(expected)] == expected
     assert set(input_ids[len(expected) :]) <= {1}
@@ -181,27 +124,6 @@ def test_worker_processes_yield_the_same_batches(corpus):
     assert all(torch.equal(a, b) for a, b in zip(alone, helped, strict=True))
 
 
-# --- cache -------------------------------------------------------------------------------------------------------
-
-
-def test_who_comes_second_keeps_what_is_there_already(tmp_path):
-    def prepare(temporary):
-        (temporary / "who").write_text("loser")
-        (tmp_path / "folder").mkdir()
-        (tmp_path / "folder" / "who").write_text("winner")
-
-    prepare_once(tmp_path / "folder", prepare)
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
-    assert (tmp_path / "folder" / "who").read_text() == "winner"
-
-
-def test_what_a_killed_preparation_has_left_is_cleared_away(tmp_path):
-    (tmp_path / ".folder.work" / "result").mkdir(parents=True)
-    (tmp_path / ".folder.work" / "result" / "half").write_text("half")
-    prepare_once(tmp_path / "folder", lambda temporary: (temporary / "whole").touch())
-    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["folder", "folder/whole"]
-
-
 # --- synthetic ---------------------------------------------------------------------------------------------------
 
 
@@ -240,12 +162,12 @@ def test_synthetic_labels_are_ignored_at_the_fraction_asked_for(fraction):
 # --- configuration -----------------------------------------------------------------------------------------------
 
 CHOSEN = {
-    "stdlib": ([], "FileSource TextEncoding stream"),
-    "text": (["path=some/text"], "FileSource TextEncoding stream"),
-    "chat": (["path=a.jsonl", "too_long=skip"], "FileSource ChatEncoding documents"),
-    "instruction": (["path=a.jsonl"], "FileSource InstructionEncoding documents"),
-    "pairs": (["path=a.jsonl", "source_column=question"], "FileSource PairEncoding pairs"),
-    "hf": (["path=a/b", "format=instruction", "completion=answer"], "HubSource InstructionEncoding documents"),
+    "stdlib": ([], "Records TextEncoding stream"),
+    "text": (["path=some/text"], "Records TextEncoding stream"),
+    "chat": (["path=a.jsonl", "too_long=skip"], "Records ChatEncoding documents"),
+    "instruction": (["path=a.jsonl"], "Records InstructionEncoding documents"),
+    "pairs": (["path=a.jsonl", "source_column=question"], "Records PairEncoding pairs"),
+    "hf": (["path=a/b", "format=instruction", "completion=answer"], "Records InstructionEncoding documents"),
     "tokens": (["path=some.bin", "vocab_size=50257"], "TokenArrays NoneType stream"),
 }
 
@@ -257,10 +179,11 @@ def test_each_configuration_composes_a_source_and_an_encoding_from_flat_options(
     mandatory = {f"data.{option.partition('=')[0]}" for option in options if option.startswith(("path", "vocab_size"))}
     assert OmegaConf.missing_keys(composed(f"data={name}").data) == mandatory
     data = instantiate(cfg.data)
-    assert f"{type(data.source).__name__} {type(data.encoding).__name__} {data.packing}" == expected
+    source = data.sets[0].source
+    assert f"{type(source).__name__} {type(data.encoding).__name__} {data.packing}" == expected
     assert (data.batch_size, data.seed) == (3, 5)
     for key, value in (option.split("=") for option in options if not option.startswith("format")):
-        parts = [part for part in (data.source, data.encoding) if hasattr(part, key)]
+        parts = [part for part in (source, data.encoding) if hasattr(part, key)]
         assert [str(getattr(part, key)).endswith(value) for part in parts] == [True], key
 
 
@@ -275,14 +198,16 @@ def test_an_option_that_no_part_takes_is_refused_by_name_before_anything_is_buil
 
 
 def test_unknown_options_are_refused_in_python_too():
-    with pytest.raises(
-        UserError, match="data.pth is unknown; FileSource, TextEncoding, TokenDataModule do not take it"
-    ):
+    with pytest.raises(UserError, match="data.pth is unknown .did you mean path"):
         text_data(path="a", pth="b")
-    with pytest.raises(UserError, match="a source of documents needs an encoding, and arrays of tokens have none"):
-        TokenDataModule(FileSource("a"))
     with pytest.raises(UserError, match="data.packing must be one of stream, documents, none, got 'pairs'"):
-        TokenDataModule(FileSource("a"), TextEncoding(), packing="pairs")
+        TokenDataModule("a", TextEncoding(), packing="pairs")
+
+
+def test_a_dataset_of_ones_own_is_a_source():
+    texts = [f"text {i} of a program that made them" for i in range(40)]
+    data = ready(TokenDataModule(Dataset.from_dict({"text": texts}), TextEncoding(), vocab_size=300, block_size=8))
+    assert data.prepared.train.num_documents + data.prepared.val.num_documents == 40
 
 
 # --- errors ------------------------------------------------------------------------------------------------------
@@ -295,11 +220,10 @@ def test_unknown_options_are_refused_in_python_too():
         ({"block_size": "abc"}, "data.block_size must be a whole number, 2 or more, got 'abc'"),
         ({"batch_size": 0}, "data.batch_size must be a whole number, 1 or more, got 0"),
         ({"vocab_size": 257}, "data.vocab_size must be a whole number, 258 or more, got 257"),
-        ({"max_bytes": 0}, "data.max_bytes must be a whole number, 1 or more, got 0"),
         ({"num_workers": -1}, "data.num_workers must be a whole number, 0 or more, got -1"),
-        ({"val_fraction": 0}, "data.val_fraction must be between 0 and 1, exclusive; got 0"),
-        ({"val_fraction": 1.0}, "data.val_fraction must be between 0 and 1, exclusive; got 1.0"),
-        ({"val_fraction": "5%"}, "data.val_fraction must be between 0 and 1, exclusive; got '5%'"),
+        ({"val_fraction": 0}, "data.val_fraction must be between 0 and 1, exclusive, got 0"),
+        ({"val_fraction": 1.0}, "data.val_fraction must be between 0 and 1, exclusive, got 1.0"),
+        ({"val_fraction": "5%"}, "data.val_fraction must be between 0 and 1, exclusive, got '5%'"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_the_constructor(options, message):
@@ -312,7 +236,7 @@ def test_whole_numbers_of_numpy_are_those_of_python(corpus):
     options: dict[str, Any] = {"block_size": 16, "vocab_size": 300, "batch_size": 4, "max_bytes": 2000}
     numbers: dict[str, Any] = {name: np.int64(value) for name, value in options.items()}
     of_numpy = ready(text_data(path=str(corpus), **numbers))
-    assert of_numpy.prepared.report.folder == ready(text_data(path=str(corpus), **options)).prepared.report.folder
+    assert of_numpy.prepared.report == ready(text_data(path=str(corpus), **options)).prepared.report
     assert next(iter(of_numpy.train_dataloader()))["input_ids"].shape == (4, 16)
 
 
@@ -321,7 +245,7 @@ def test_whole_numbers_of_numpy_are_those_of_python(corpus):
     [
         ({"vocab_size": 1}, "data.vocab_size must be a whole number, 2 or more, got 1"),
         ({"num_val_batches": 0}, "data.num_val_batches must be a whole number, 1 or more, got 0"),
-        ({"ignored_fraction": 1.0}, "data.ignored_fraction must be 0 or between 0 and 1, exclusive; got 1.0"),
+        ({"ignored_fraction": 1.0}, "data.ignored_fraction must be 0 or more and below 1, got 1.0"),
     ],
 )
 def test_a_synthetic_value_out_of_range_is_refused_by_the_constructor(options, message):
@@ -338,7 +262,7 @@ def refusal(path, **options):
 
 def test_a_single_character_cannot_be_split(tmp_path):
     (tmp_path / "a.txt").write_text("a")
-    assert "1 character(s), too few to split" in refusal(tmp_path / "a.txt")
+    assert "all the same or of one character; give more" in refusal(tmp_path / "a.txt")
 
 
 def test_a_text_shorter_than_a_block_says_how_long_it_is_and_the_size_it_suggests_works(tmp_path):
@@ -349,29 +273,3 @@ def test_a_text_shorter_than_a_block_says_how_long_it_is_and_the_size_it_suggest
     datamodule = prepared(tmp_path / "a.txt", block_size=10)
     [train], [val] = datamodule.train_dataloader(), datamodule.val_dataloader()
     assert ((train["labels"] != IGNORE_INDEX).sum(), (val["labels"] != IGNORE_INDEX).sum()) == (10, 2)
-
-
-def test_a_work_folder_that_another_process_deletes_while_it_is_being_made_is_made_again(tmp_path, monkeypatch):
-    made, deleted = os.mkdir, [True, True]  # by our call, and by that of the lock
-
-    def mkdir(path: Any, *mode: Any) -> None:
-        if str(path).endswith(".work") and deleted:
-            deleted.pop()
-            raise FileExistsError(errno.EEXIST, "File exists")
-        made(path, *mode)
-
-    monkeypatch.setattr(os, "mkdir", mkdir)
-    assert not prepare_once(tmp_path / "cache" / "folder", lambda result: None)
-    assert not deleted
-
-
-def test_a_cache_folder_that_cannot_be_written_is_named_with_the_way_to_choose_another(corpus, tmp_path):
-    (tmp_path / "file").touch()
-    message = refusal(corpus, cache_dir=str(tmp_path / "file" / "cache"))
-    assert f"the cache folder {tmp_path / 'file' / 'cache'} cannot be written" in message
-    assert "set data.cache_dir" in message
-
-
-def test_the_tokenizer_before_setup_says_what_to_call(corpus):
-    with pytest.raises(UserError, match=r"call prepare_data\(\) and setup\(\)"):
-        _ = text_data(path=str(corpus)).tokenizer

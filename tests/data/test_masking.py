@@ -237,7 +237,7 @@ def test_the_command_trains_resumes_validates_and_exports_a_model_that_fills_in_
 
 
 def test_conversations_have_no_masks_and_say_so(tmp_path):
-    with pytest.raises(UserError, match=r"data.mask_probability is for data.format=text, but data.format is chat"):
+    with pytest.raises(UserError, match="data.mask_probability is not for data.format=chat"):
         hub_data(path=tmp_path, format="chat", mask_probability=0.15, whole_words=False)
 
 

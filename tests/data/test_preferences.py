@@ -6,7 +6,7 @@ import pytest
 import torch
 from chat_templates import make_tokenizer
 
-from lit_fused.data import FileSource, InstructionEncoding, PreferenceEncoding, TokenDataModule
+from lit_fused.data import InstructionEncoding, PreferenceEncoding, TokenDataModule
 from lit_fused.errors import UserError
 
 TEXTS = [{"prompt": f"{n} +", "chosen": f" {n} fox", "rejected": " dog" * (1 + n % 3)} for n in range(12)]
@@ -21,7 +21,7 @@ def module_of(tmp_path, records, **options):
     make_tokenizer().save_pretrained(folder)
     settings = {"block_size": 32, "batch_size": 2, "tokenizer": folder, "cache_dir": tmp_path / "cache"} | options
     of_encoding = {name: settings.pop(name) for name in ("too_long", "chat_template") if name in settings}
-    module = TokenDataModule(FileSource(path), PreferenceEncoding(**of_encoding), **settings)
+    module = TokenDataModule(path, PreferenceEncoding(**of_encoding), **settings)
     module.prepare_data()
     module.setup("fit")
     return module
@@ -131,6 +131,15 @@ def test_a_text_beside_answers_that_are_messages_is_the_users_message():
     assert text.count("<|im_start|>user\nHow?<|im_end|>\n<|im_start|>assistant\n") == 2
 
 
+def test_a_label_is_true_or_false_or_one_or_zero():
+    encoder = PreferenceEncoding().encoder(make_tokenizer(), 100)
+    single = {"prompt": "a", "completion": " fox"}
+    found = [encoder([single | {"label": label}])[0] for label in (True, 1, False, 0)]
+    assert [len(one.tokens[: one.ends[0]]) > 1 for one in found] == [True, True, False, False]
+    with pytest.raises(KeyError, match="false"):
+        encoder([single | {"label": "false"}])
+
+
 def test_known_forms_are_told_by_their_columns():
     forms = {
         "preferences, pairs of answers in the columns chosen, rejected": ["prompt", "chosen", "rejected", "id"],
@@ -179,4 +188,4 @@ def test_a_record_of_another_form_is_refused_with_what_it_has(tmp_path, record, 
 )
 def test_what_cannot_be_learned_from_is_left_out_or_cut_and_counted(tmp_path, record, note):
     module = module_of(tmp_path, [*TEXTS, record])
-    assert any(note in found for found in module.prepared.report.notes), module.prepared.report.notes
+    assert any(note in found for found in module.prepared.notes), module.prepared.notes

@@ -47,7 +47,7 @@ def written(kind: str, path: Path) -> Path:
 def test_a_file_gives_its_records_in_order(tmp_path, kind):
     found = load_records(written(kind, tmp_path / f"a.{kind}"), cache_dir=tmp_path / "cache")
     assert found.to_list() == ROWS
-    part = load_records(tmp_path / f"a.{kind}", columns=["none", "text"], max_records=3, cache_dir=tmp_path / "cache")
+    part = load_records(tmp_path / f"a.{kind}", columns=["none", "text"], max_documents=3, cache_dir=tmp_path / "cache")
     assert part.to_list() == [{"text": text} for text in TEXTS[:3]]
 
 
@@ -166,7 +166,7 @@ def test_a_name_on_the_hub_is_streamed_no_further_than_it_must_be_downloaded_and
         return [json.loads(line) for line in done.stdout.splitlines()]
 
     content = "".join(json.dumps(row) + " " * 2_000 + "\n" for row in ROWS * 4_000).encode()
-    common = {"max_records": 12, "cache_dir": str(tmp_path / "cache")}
+    common = {"max_documents": 12, "cache_dir": str(tmp_path / "cache")}
     home = {"HF_HOME": str(tmp_path / "home")}
     with fake_hub(content) as hub:
         assert loaded({**common, "streaming": True}, HF_ENDPOINT=hub.endpoint, **home) == [ROWS]

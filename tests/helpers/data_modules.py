@@ -1,29 +1,42 @@
 """The data modules that conf/data composes, as functions of flat options."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from lit_fused.data import (
     ChatEncoding,
-    FileSource,
-    HubSource,
     InstructionEncoding,
     PairEncoding,
     PreferenceEncoding,
     TextEncoding,
     TokenArrays,
     compose_data,
+    load_records,
 )
+from lit_fused.data.encoding import Encoded
+from lit_fused.data.tokens import Tokens
 
 FORMATS = {"text": TextEncoding, "chat": ChatEncoding, "instruction": InstructionEncoding}
 FORMATS |= {"pairs": PairEncoding, "preference": PreferenceEncoding}
-text_data = partial(compose_data, FileSource, TextEncoding)
-chat_data = partial(compose_data, FileSource, ChatEncoding)
-instruction_data = partial(compose_data, FileSource, InstructionEncoding)
-preference_data = partial(compose_data, FileSource, PreferenceEncoding)
-pairs_data = partial(compose_data, FileSource, PairEncoding)
-hub_data = partial(compose_data, HubSource, FORMATS)
+text_data = partial(compose_data, load_records, TextEncoding)
+chat_data = partial(compose_data, load_records, ChatEncoding)
+instruction_data = partial(compose_data, load_records, InstructionEncoding)
+preference_data = partial(compose_data, load_records, PreferenceEncoding)
+pairs_data = partial(compose_data, load_records, PairEncoding)
+hub_data = partial(compose_data, load_records, FORMATS)
 tokens_data = partial(compose_data, TokenArrays)
+
+
+def tokens_of(documents: Sequence[Encoded], vocab_size: int) -> Tokens:
+    """Return encoded documents as a data module reads them."""
+    lengths = np.concatenate([np.diff([0, *(one.ends or [len(one.tokens)])]) for one in documents])
+    masks = [one.wanted for one in documents if one.wanted is not None]
+    wanted = [np.concatenate(masks)] if masks else None
+    tokens = [np.concatenate([one.tokens for one in documents])]
+    return Tokens(tokens, wanted, np.cumsum(lengths) - lengths, lengths, vocab_size)
 
 
 def ready(data: Any) -> Any:

@@ -18,7 +18,7 @@ from trl.trainer.kto_config import KTOConfig
 from trl.trainer.kto_trainer import KTOTrainer
 
 from lit_fused import FusedPreferenceModule, PreferenceLoss
-from lit_fused.data import FileSource, PreferenceEncoding, TokenDataModule
+from lit_fused.data import PreferenceEncoding, TokenDataModule
 
 RECORDS = [
     {"prompt": "the quick", "chosen": " brown fox", "rejected": " dog"},
@@ -102,7 +102,7 @@ def test_our_data_have_the_tokens_and_the_loss_of_trls(tmp_path):
     theirs = trainer.compute_loss(trainer.model, dict(inputs))
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
     trainer.processing_class.save_pretrained(tmp_path / "tokenizer")
-    source, options = FileSource(tmp_path / "pairs.jsonl"), {"block_size": 64, "batch_size": 4}
+    source, options = tmp_path / "pairs.jsonl", {"block_size": 64, "batch_size": 4}
     settings: Any = options | {
         "tokenizer": tmp_path / "tokenizer",
         "cache_dir": tmp_path / "cache",

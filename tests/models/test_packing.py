@@ -11,6 +11,7 @@ import pytest
 import torch
 from architectures import ENTRIES, language_model
 from architectures import tiny_model as tiny_architecture
+from data_modules import tokens_of
 from lightning_helpers import loader, quiet_trainer
 from packing_cases import gpt_oss, mamba, row, seeded
 from packing_table import packing_table, written
@@ -29,6 +30,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LanguageModel, LinearCrossEntropyLoss, UserError
+from lit_fused.data.encoding import Encoded
 from lit_fused.data.loader import BatchLoader
 from lit_fused.data.packing import (
     DocumentBlocks,
@@ -38,7 +40,7 @@ from lit_fused.data.packing import (
     cut_documents,
     pad_documents,
 )
-from lit_fused.data.store import Encoded, TokenStore
+from lit_fused.data.tokens import Tokens
 from lit_fused.models.documents_apart import difference
 from lit_fused.models.documents_attention import empty_cache_for
 
@@ -98,8 +100,8 @@ def documents() -> list[Encoded]:
 
 
 @pytest.fixture
-def store(documents, tmp_path) -> TokenStore:
-    return TokenStore.write(tmp_path / "store", documents, VOCABULARY)
+def store(documents) -> Tokens:
+    return tokens_of(documents, VOCABULARY)
 
 
 def pieces_of(documents: list[Encoded], block_size: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -165,8 +167,8 @@ def test_without_packing_a_row_is_a_document_padded_to_the_longest_of_its_batch(
     assert sorted(found) == pieces_of(documents, 16)
 
 
-def test_documents_of_single_tokens_alone_are_refused(tmp_path):
-    store = TokenStore.write(tmp_path / "s", [Encoded(np.array([5])), Encoded(np.array([6]))], VOCABULARY)
+def test_documents_of_single_tokens_alone_are_refused():
+    store = tokens_of([Encoded(np.array([5])), Encoded(np.array([6]))], VOCABULARY)
     with pytest.raises(UserError, match="none of the 2 documents has two tokens"):
         DocumentBlocks(store, 16, pad_token_id=1)
 
@@ -238,12 +240,12 @@ def error(found: Gradients, truth: Gradients) -> float:
     return max((apart / norm).item(), ((found["loss"] - truth["loss"]) / truth["loss"]).abs().item())
 
 
-def alone(store: TokenStore, block_size: int) -> list[dict[str, Tensor]]:
+def alone(store: Tokens, block_size: int) -> list[dict[str, Tensor]]:
     rows = SingleDocuments(store, block_size, pad_token_id=1)
     return [{name: value[None] for name, value in rows[i].items()} for i in range(len(rows))]
 
 
-def packed(store: TokenStore, block_size: int) -> list[dict[str, Tensor]]:
+def packed(store: Tokens, block_size: int) -> list[dict[str, Tensor]]:
     return list(BatchLoader(DocumentBlocks(store, block_size, pad_token_id=1), 3))
 
 

@@ -14,7 +14,7 @@ from tiny_models import tiny_model
 
 from lit_fused import FusedPreferenceModule, PreferenceLoss
 from lit_fused.app.commands.scoring import ScoreOptions, write_scores
-from lit_fused.data import FileSource, PreferenceEncoding, TokenDataModule
+from lit_fused.data import PreferenceEncoding, TokenDataModule
 from lit_fused.data.stored_scores import ScoreWriter, StoredScores
 from lit_fused.errors import UserError
 
@@ -27,7 +27,7 @@ def data_of(folder, records=PAIRS, **options: Any) -> TokenDataModule:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     make_tokenizer().save_pretrained(folder / "tokenizer")
     settings: dict[str, Any] = {"block_size": 16, "batch_size": 3, "tokenizer": folder / "tokenizer"}
-    data = TokenDataModule(FileSource(path), PreferenceEncoding(), cache_dir=folder / "cache", **(settings | options))
+    data = TokenDataModule(path, PreferenceEncoding(), cache_dir=folder / "cache", **(settings | options))
     data.prepare_data()
     data.setup("fit")
     return data

@@ -66,7 +66,7 @@ from importlib.machinery import PathFinder
 class Without(PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        absent = {"datasets", "pyarrow", "pandas", "dill", "multiprocess", "xxhash", "charset_normalizer"}
+        absent = {"datasets", "pyarrow", "pandas", "dill", "multiprocess", "xxhash"}
         return None if name.partition(".")[0] in absent else super().find_spec(name, path, target)
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Without
@@ -90,7 +90,7 @@ assert all(torch.equal(a, b) for a, b in zip(module.parameters(), loaded.paramet
 assert all(getattr(lit_fused, name) for name in lit_fused.__all__)
 print("the library works", file=sys.stderr)
 try:
-    from lit_fused.data import FileSource
+    from lit_fused.data import load_records
 except lit_fused.UserError as error:
     print(error, file=sys.stderr)
 
@@ -107,7 +107,7 @@ def test_the_library_needs_no_extra_and_the_command_says_in_one_sentence_which_o
     *_, library, reader, last = done.stderr.splitlines()
     assert library == "the library works", done.stderr
     said = "needs more than is installed (No module named 'pyarrow'). Install it with: pip install 'lit-fused[train]'"
-    assert reader == f"lit_fused.data.FileSource {said}"
+    assert reader == f"lit_fused.data.load_records {said}"
     assert last == f"mode=fit {said}"
     assert done.returncode == 1
     assert not (tmp_path / "run" / "metrics.csv").exists()

@@ -33,8 +33,7 @@ ROOMS = {
     "pipeline": ("ops heads losses metrics models parallel", "torch transformers lightning"),
     "data": (
         "ops models",
-        "torch transformers lightning rich numpy datasets pyarrow fsspec tokenizers huggingface_hub filelock "
-        "charset_normalizer",
+        "torch transformers lightning numpy datasets pyarrow fsspec tokenizers",
     ),
     "app": (
         "ops heads losses objectives models parallel training callbacks data",

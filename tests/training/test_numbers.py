@@ -12,7 +12,7 @@ from lit_fused.callbacks import (
     SampleText,
     WeightAverage,
 )
-from lit_fused.data import HubSource, InteractionDataModule, RolloutDataModule, TextEncoding
+from lit_fused.data import InteractionDataModule, RolloutDataModule, TextEncoding
 from lit_fused.errors import UserError
 from lit_fused.filtered import Filtered
 from lit_fused.losses import LinearCrossEntropyLoss
@@ -75,7 +75,6 @@ SWITCHES = {
     "pipeline": (partial(PipelineStrategy, 2), "fully_shard"),
     "random": (partial(from_config, CONFIG), "activation_checkpointing at_once"),
     "masks": (TextEncoding, "whole_words"),
-    "hub": (partial(HubSource, "name"), "streaming"),
     "interactions": (partial(InteractionDataModule, "table.csv"), "exclude_seen"),
 }
 

@@ -110,7 +110,7 @@ def _next_commands(trainer: L.Trainer, run: str, *, generates: bool) -> dict[str
     """Return what can be typed next, by what it does."""
     longer = "max_epochs" if (trainer.max_epochs or -1) > 0 else "max_steps"
     found = {"generate": ["mode=generate", 'prompt="Once upon a time"']} if generates else {}
-    if getattr(getattr(getattr(trainer, "datamodule", None), "tokenizer", None), "chat_template", None):
-        found |= {"chat": ["mode=chat"]}
+    tokenizer = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
+    found |= {"chat": ["mode=chat"]} if getattr(tokenizer, "chat_template", None) else {}
     found |= {"go on": [f"trainer.{longer}={2 * max(getattr(trainer, longer), 1)}"]}
     return {name: shlex.join([*command_line(), f"ckpt_path={run}", *words]) for name, words in found.items()}

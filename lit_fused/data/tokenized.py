@@ -1,0 +1,167 @@
+"""Turn records into tokens: train a tokenizer if none is given, and encode each record once.
+
+The library's ``map`` encodes, in several processes where there is much to do, and keeps the result in its cache, beside
+the records.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset, Features, List, Value
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from lit_fused.atomic import written_whole
+from lit_fused.data.encoding import Encoder, Encoding
+from lit_fused.data.split import Split, choose_split
+from lit_fused.data.tokenizer import tokenizer_digest, vocab_size_of
+from lit_fused.errors import UserError
+
+SMALL = 2**26  # bytes; starting processes for less takes longer than it saves
+_SAMPLE, _SAMPLE_OF_MORE = 2**25, 2**23  # characters on which a tokenizer is trained, of small data and of others
+_BATCH = 2**22  # bytes that are encoded at once
+
+
+def split_of(records: Dataset, column: str | None, fraction: float) -> Split:
+    """Return which records are held out; ``fraction`` 0 or 1 puts all on one side. UserError if there are none."""
+    contents = contents_of(records, column)
+    if next(contents, None) is None:
+        raise UserError("there are no documents, or only empty ones; give some")
+    return Split(fraction) if fraction in (0, 1) else choose_split(contents_of(records, column), fraction)
+
+
+def trained_tokenizer(
+    parts: Sequence[tuple[Dataset, Split]], encoding: Encoding, vocab_size: int
+) -> PreTrainedTokenizerBase:
+    """Train a tokenizer on the documents to train on, or of many data on a sample: some of them, or some of each.
+
+    It is saved beside the first records, and loaded from there the next time.
+    """
+    total = sum(records.data.nbytes for records, _ in parts)
+    most, number = _SAMPLE if total <= SMALL else _SAMPLE_OF_MORE, sum(len(records) for records, _ in parts)
+    step = min(-(-total // most), max(1, number // 64))
+    longest = None if total <= most else most * step // number
+    sample = []
+    for records, split in parts:
+        for content in contents_of(records.select(range(0, len(records), step)), encoding.text_column):
+            sample += [c[:longest] if isinstance(c, str) else c for is_out, c in split.sides(content) if not is_out]
+    files = parts[0][0].cache_files
+    key = _digest(sample, vocab_size, type(encoding).__name__, asdict(encoding))
+    folder = Path(files[0]["filename"]).parent / f"tokenizer-{key}" if files else None
+    if folder is None or not folder.exists():
+        tokenizer = encoding.train(sample, vocab_size)
+        if folder is None:
+            return tokenizer
+        with written_whole(folder) as partial:
+            tokenizer.save_pretrained(partial)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def tokenized(records: Dataset, encoder: Encoder[Any], split: Split, workers: int | None = None) -> Dataset:
+    """Return the documents as a table of "input_ids", "held_out", "note" for a person, and "wanted", 1 where loss is
+    wanted, unless it is everywhere. A document that is left out has no tokens.
+
+    Args:
+        workers: Processes. None: one for each core, for more than 64 MiB.
+    """
+    if workers is None:
+        workers = len(os.sched_getaffinity(0)) if records.data.nbytes > SMALL else 1
+    if workers > 1:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # The processes are the parallelism.
+    column = encoder.encoding.text_column
+    encode = _Encode(encoder, split, column, "uint16" if vocab_size_of(encoder.tokenizer) <= 2**16 else "uint32")
+    files = [file["filename"] for file in records.cache_files]
+    options = type(encoder.encoding).__name__, asdict(encoder.encoding), encoder.block_size
+    key = files, len(records), options, tokenizer_digest(encoder.tokenizer), asdict(split)
+    return records.map(
+        encode,
+        with_indices=True,
+        batched=True,
+        batch_size=_batch_size(records),
+        input_columns=column,
+        remove_columns=records.column_names,
+        features=encode.features,
+        num_proc=min(workers, len(records)) if workers > 1 else None,
+        # The library would hash the tokenizer with what its last call left in it.
+        new_fingerprint=_digest(*key) if files else None,
+        desc="encoding",
+    )
+
+
+@dataclass(frozen=True)
+class _Encode:
+    """A function of a batch of records, which ``map`` calls."""
+
+    encoder: Encoder[Any]
+    split: Split
+    column: str | None
+    dtype: str
+
+    @property
+    def features(self) -> Features:
+        kinds = {"input_ids": List(Value(self.dtype)), "held_out": Value("bool"), "note": Value("string")}
+        return Features(kinds | ({} if self.column else {"wanted": List(Value("uint8"))}))
+
+    def __call__(self, batch: Any, indices: list[int]) -> pa.Table:
+        documents = list(zip(indices, _contents(batch, self.column), strict=True))
+        parts = [(index, *part) for index, content in documents if content for part in self.split.sides(content)]
+        tokens, lengths, wanted, held_out, notes = [], [], [], [], []
+        for (_, is_out, _), one in zip(parts, self._encoded(parts), strict=True):
+            ends = one.ends or (len(one.tokens),)
+            lengths += np.diff([0, *ends]).tolist()
+            held_out += [is_out] * len(ends)
+            notes += ["; ".join(one.notes) or None, *[None] * (len(ends) - 1)]
+            tokens.append(one.tokens)
+            wanted.append(np.ones(len(one.tokens)) if one.wanted is None else one.wanted)
+        columns = {"input_ids": _lists(tokens, lengths, self.dtype), "held_out": pa.array(held_out, pa.bool_())}
+        columns["note"] = pa.array(notes, pa.string())
+        return pa.table(columns if self.column else columns | {"wanted": _lists(wanted, lengths, "uint8")})
+
+    def _encoded(self, parts: list[tuple[int, bool, Any]]) -> list[Any]:
+        try:
+            return self.encoder([content for _, _, content in parts])
+        except UserError as error:
+            if len(parts) == 1:
+                raise UserError(f"record {parts[0][0]}: {error}") from error
+            return [self._encoded([part])[0] for part in parts]
+
+
+def _lists(arrays: list[Any], lengths: list[int], dtype: str) -> pa.ListArray:
+    values = np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype, copy=False)
+    return pa.ListArray.from_arrays(pa.array(np.cumsum([0, *lengths]), pa.int32()), pa.array(values))
+
+
+def _batch_size(records: Dataset) -> int:
+    return max(1, min(1000, _BATCH * len(records) // (records.data.nbytes + 1)))
+
+
+def contents_of(records: Dataset, column: str | None) -> Iterator[Any]:
+    """Yield the texts of a column, or the records, that are not empty."""
+    chosen: Any = records if column is None else records.select_columns([column])
+    for batch in chosen.iter(batch_size=_batch_size(records)):
+        yield from filter(None, _contents(batch[column] if column else batch, column))
+
+
+def _contents(batch: Any, column: str | None) -> list[Any]:
+    """Return the texts of a batch, or its records, without the keys that Arrow has filled with None."""
+    if column is None:
+        return [_without_none(dict(zip(batch, values, strict=True))) for values in zip(*batch.values(), strict=True)]
+    if wrong := next((text for text in batch if text is not None and not isinstance(text, str)), None):
+        raise UserError(f"the column {column!r} should hold texts, and has {wrong!r}; set data.text_column to another")
+    return list(batch)
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [*map(_without_none, value)] if isinstance(value, list) else value
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]

@@ -1,0 +1,126 @@
+"""Records of the forms that data sets have, as JSON lines, a JSON list or Parquet, are known by their columns."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_templates import make_tokenizer
+from datasets import Dataset
+
+from lit_fused.data import ChatEncoding, InstructionEncoding, PreferenceEncoding
+from lit_fused.data.records import load_records
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+def called(name: str, kind: str, arguments: str) -> list[dict[str, Any]]:
+    call = {"id": name, "type": "function", "function": {"name": name, "arguments": arguments}}
+    properties = {kind: {"type": "string"}}
+    return [
+        user("Please."),
+        assistant(None, tool_calls=[call]),
+        {"role": "tool", "tool_call_id": name, "content": "{}"},
+        assistant("Done."),
+        {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}},
+    ]
+
+
+CHATML: Any = {"chat_template": "chatml"}
+*WEATHER, WEATHER_TOOL = called("weather", "city", '{"city": "Oslo"}')
+*NEWS, NEWS_TOOL = called("news", "days", '{"days": 2}')
+FORMS: dict[str, tuple[Any, str, list[dict[str, Any]], list[str]]] = {
+    "OpenAI": (
+        ChatEncoding(**CHATML),
+        "OpenAI messages in the column messages",
+        [{"messages": [user("add"), assistant("3")]}, {"messages": [{**user("add"), "name": "me"}, assistant("4")]}],
+        ["3<|im_end|>", "4<|im_end|>"],
+    ),
+    "OpenAI tools": (
+        ChatEncoding(**CHATML),
+        "OpenAI messages in the column messages",
+        [
+            {"messages": WEATHER, "tools": [WEATHER_TOOL]},
+            {"messages": NEWS, "tools": [NEWS_TOOL]},
+            {"messages": [user("add"), assistant("3")]},
+        ],
+        [
+            '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>Done.<|im_end|>',
+            '<tool_call>\n{"name": "news", "arguments": {"days": 2}}\n</tool_call><|im_end|>Done.<|im_end|>',
+            "3<|im_end|>",
+        ],
+    ),
+    "ShareGPT": (
+        ChatEncoding(**CHATML),
+        "ShareGPT conversations in the column conversations",
+        [{"id": "1", "conversations": [{"from": "human", "value": "add"}, {"from": "gpt", "value": "3"}]}],
+        ["3<|im_end|>"],
+    ),
+    "Alpaca": (
+        InstructionEncoding(),
+        "Alpaca's instructions in the columns instruction, input, output",
+        [{"instruction": "add", "input": "", "output": "3"}, {"instruction": "add", "input": "1", "output": "4"}],
+        ["3</s>", "4</s>"],
+    ),
+    "prompts": (
+        InstructionEncoding(),
+        "prompts and completions in the columns prompt, completion",
+        [{"prompt": "add", "completion": "3"}],
+        ["3</s>"],
+    ),
+    "prompts of messages": (
+        InstructionEncoding(**CHATML),
+        "prompts and completions in the columns prompt, completion",
+        [{"prompt": [user("add")], "completion": [assistant("3")]}],
+        ["3<|im_end|>"],
+    ),
+    "preferences": (
+        PreferenceEncoding(),
+        "preferences, pairs of answers in the columns chosen, rejected",
+        [{"prompt": "add", "chosen": "3", "rejected": "4"}],
+        ["3</s>4</s>"],
+    ),
+    "UltraFeedback": (
+        PreferenceEncoding(**CHATML),
+        "preferences, pairs of answers in the columns chosen, rejected",
+        [
+            {
+                "prompt": "add",
+                "chosen": [user("add"), assistant("3")],
+                "rejected": [user("add"), assistant("4")],
+                "messages": [user("add"), assistant("3")],
+                "score_chosen": 8.0,
+            }
+        ],
+        ["3<|im_end|>4<|im_end|>"],
+    ),
+    "single answers": (
+        PreferenceEncoding(),
+        "preferences, single answers in the columns completion",
+        [{"prompt": "add", "completion": "3", "label": True}],
+        ["3</s>"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["json", "jsonl", "parquet"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_file_of_a_known_form_is_named_and_its_answers_are_learned(form, kind, tmp_path: Path):
+    encoding, name, records, answers = FORMS[form]
+    path = tmp_path / f"data.{kind}"
+    if kind == "parquet":
+        Dataset.from_list(records).to_parquet(path)
+    else:
+        text = json.dumps(records) if kind == "json" else "".join(json.dumps(record) + "\n" for record in records)
+        path.write_text(text)
+    found = load_records(path)
+    assert encoding.form(found.column_names) == name
+    encoder = encoding.encoder(make_tokenizer(), 1000)
+    encoded = encoder(found.to_list())
+    assert [encoder.tokenizer.decode(one.tokens[one.wanted]) for one in encoded] == answers
