@@ -28,6 +28,7 @@ from lit_fused.ops.label_checks import IGNORE_INDEX
 
 _LOSS, _GRADIENT = 1e-4, 2e-3  # relative: what an exact loss or gradient may differ by in any precision
 _ROWS = 8192  # of a weight that are in float64 at a time
+_TOKENS = 32  # that have logits in float64 at a time
 
 
 @dataclass
@@ -264,14 +265,23 @@ def _formula(head: OutputHead, hidden_states: Tensor, targets: Tensor, leaf: Lea
         logits = own_logits.detach()
         lost = 4 * torch.finfo(logits.dtype).eps * logits.abs().amax().item()
         return _Formula(_losses(logits, targets).double(), None, lost, lost, leaves)
-    losses, exact = _by_formula(head, operands, targets, torch.float64)
-    rounded_losses, rounded = _by_formula(head, operands, targets, None)
+    losses, exact = _in_parts(head, operands, targets, torch.float64)
+    rounded_losses, rounded = _in_parts(head, operands, targets, None)
     lost = _rms(rounded_losses - losses)
     if exact is None or rounded is None or not operands[0].requires_grad:
         return _Formula(losses, None, lost, 0.0, leaves)
     given = exact.to(operands[0].dtype).view_as(operands[0])
     (gradient,) = torch.autograd.grad(operands[0], leaf.value, given, retain_graph=True)
     return _Formula(losses, gradient, lost, _relative(rounded, exact), leaves)
+
+
+def _in_parts(head: OutputHead, operands: Any, targets: Tensor, to: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+    """Return :func:`_by_formula`, of a few tokens at a time: logits in float64 would be a large tensor."""
+    hidden, weight, bias = operands
+    parts = zip(hidden.detach().flatten(0, -2).split(_TOKENS), targets.flatten().split(_TOKENS), strict=True)
+    found = [_by_formula(head, (rows, weight, bias), labels, to) for rows, labels in parts]
+    gradients = [gradient for _, gradient in found if gradient is not None]
+    return torch.cat([losses for losses, _ in found]), torch.cat(gradients) if gradients else None
 
 
 def _by_formula(
@@ -281,7 +291,7 @@ def _by_formula(
     off, computed in a dtype; None: in that of the run."""
     with_gradient = torch.is_grad_enabled()
     hidden, weight, bias = operands
-    hidden, weight, kind = hidden.detach().flatten(0, -2), weight.detach(), hidden.device.type
+    weight, kind = weight.detach(), hidden.device.type
     as_the_run, to = to is None and torch.is_autocast_enabled(kind), to or weight.dtype
     with torch.autocast(kind, enabled=as_the_run):
         products = torch.cat([F.linear(hidden.to(to), rows.to(to)) for rows in weight.split(_ROWS)], -1)
