@@ -5,6 +5,7 @@ are checked by the objects that take them.
 """
 
 import inspect
+import re
 from collections.abc import Iterable, Iterator
 from pkgutil import resolve_name
 from typing import Any
@@ -16,6 +17,7 @@ from lit_fused.errors import UserError, did_you_mean
 _BUILT = ("module", "model", "data", "loss", "optimizer", "scheduler", "trainer", "generate", "plan", "score")
 _PLAIN = ("mode", "ckpt_path", "test", "prompt", "tags", "seed", "compile", "precision", "output_dir")
 KEYS = (*_PLAIN, "metric", "mask_probability", "teacher", *_BUILT, "recommend", "callbacks", "logger")
+_ASKING = re.compile(r"transformers\.(\w+\.)*Auto\w+\.from_(config|pretrained)")
 _HYDRAS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 
 
@@ -76,6 +78,14 @@ def _entry_faults(path: str, node: dict[str, Any]) -> Iterator[str]:
     if not node.get("_partial_") and not node.get("_args_"):
         needed = (key for key, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL)
         yield from (f"{path}.{key}: missing; {name} needs it" for key in sorted({*needed} - given))
+
+
+def refuse_code_of_folders(cfg: DictConfig) -> None:
+    """Give transformers' auto classes ``trust_remote_code=False`` where it has no value: they would ask at the terminal
+    whether the code in a folder may run."""
+    for path, node in [*targets(OmegaConf.to_container(cfg, resolve=False))]:
+        if _ASKING.fullmatch(node["_target_"]) and "trust_remote_code" not in node:
+            OmegaConf.update(cfg, f"{path}.trust_remote_code", False, force_add=True)
 
 
 def leave_mps(cfg: DictConfig) -> None:

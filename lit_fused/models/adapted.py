@@ -27,7 +27,7 @@ def with_adapters(
     """
     own = getattr(model, "keywords", {}).get("path")  # of a pretrained model that is built with further options
     around = None if path == own else path
-    base = from_pretrained(around, at_once=True, load_in_4bit=load_in_4bit) if around else model()
+    base: Any = from_pretrained(around, at_once=True, load_in_4bit=load_in_4bit) if around else model()
     assert isinstance(base, PreTrainedModel)
     if getattr(base, "is_loaded_in_4bit", False):
         base.register_load_state_dict_pre_hook(_without_scales)

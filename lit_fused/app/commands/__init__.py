@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lit_fused.app.command_line import command_line
-from lit_fused.app.config import check_config, leave_mps
+from lit_fused.app.config import check_config, leave_mps, refuse_code_of_folders
 from lit_fused.app.fine_tuning import default_epochs
 from lit_fused.app.ranks import end_with_parent, is_first_rank
 from lit_fused.app.reporting.runs import record_failure
@@ -62,6 +62,7 @@ def run(cfg: DictConfig) -> float | None:
             claimed = True
         _silence_other_packages()
         check_config(cfg, MODES)
+        refuse_code_of_folders(cfg)
         chosen: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
         cfg.trainer.update(open_values(chosen, default_epochs(cfg)))
         with needing(f"mode={cfg.mode}", "train"):

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ _STYLE: Any = {"svg.fonttype": "none", "axes.spines.right": False, "axes.spines.
 _STYLE |= {"axes.grid": True, "grid.alpha": 0.25, "font.size": 9, "axes.titlesize": 10, "legend.frameon": False}
 _STYLE |= dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _GREY)
 _FIRST = ["train/loss", "val/loss", "train/gradient_norm", SPEED, "lr-AdamW", "val/accuracy", "throughput/mfu"]
-_NOT_DRAWN = {"throughput/tokens", "throughput/seconds", PEAK}  # Of memory there is a panel of its own.
+_NOT_DRAWN = re.compile("memory/|data/|throughput/(tokens|seconds)$")  # Of memory there is a panel of its own.
 _MOST_CURVES, _MOST_RUNS = 7, 40
 _PHASES = [f"memory/{phase}_gib" for phase in ("forward", "backward", "optimizer")]
 
@@ -166,7 +167,7 @@ def _picture(runs: list[Run], keys: list[str], form: str) -> bytes:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    known = {name for run in runs for name in run.curves} - _NOT_DRAWN
+    known = {name for run in runs for name in run.curves if not _NOT_DRAWN.match(name)}
     names = sorted(known, key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name))[:_MOST_CURVES]
     panels: list[tuple[str, Any]] = [(name, partial(_draw_curves, name=name)) for name in names]
     if any(set(_PHASES) & run.metrics.keys() for run in runs):

@@ -1,5 +1,5 @@
-"""Read what runs left in their folders. What is missing or damaged is left out: no file of one
-run ends the report of all.
+"""Read what runs left in their folders. What is missing or damaged is left out: no file of one run ends the report of
+all.
 
 ``summary.json`` is of a run that ended well, ``error.txt`` says why one failed, and a killed one has neither. Runs are
 named by the overrides that differ between them.
@@ -63,7 +63,9 @@ def read_run(folder: Path, name: str = "") -> Run:
                     curves.setdefault(key, []).append((int(row["step"]), value))
     lines = started.get("overrides")
     pairs = [str(line).partition("=") for line in (lines if isinstance(lines, list) else [])]
-    config = dict(_flat(started.get("config")))
+    content = _dict(started.get("config"))
+    place = json.dumps(str(content.get("output_dir") or "RUN"))[1:-1]  # It differs from run to run wherever it stands.
+    config = dict(_flat(json.loads(json.dumps(content).replace(place, "RUN"))))
     ran, status, error = summary.get("loss"), str(summary.get("status")), ""
     if status not in ("completed", "planned"):
         status, error = _end_of(folder, curves)
@@ -117,8 +119,8 @@ def by_configuration(runs: list[Run]) -> list[list[Run]]:
     return list(groups.values())
 
 
-def record_failure(path: Path, error: BaseException) -> bool:
-    """Write why a run ended; return False if another rank has failed before and has written it."""
+def record_failure(path: Path, error: BaseException) -> None:
+    """Write why a run ended, unless another rank has failed before and has written it."""
     # Lightning turns Ctrl-C into SystemExit.
     if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
         sentence = "interrupted"
@@ -126,10 +128,5 @@ def record_failure(path: Path, error: BaseException) -> bool:
         sentence = getattr(error, "sentence", str(error))
     else:
         sentence = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")[:1000]
-    with suppress(OSError):  # The disk may be what has failed.
-        try:
-            with path.open("x", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(sentence + "\n")
-        except FileExistsError:
-            return False
-    return True
+    with suppress(OSError), path.open("x", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(sentence + "\n")
