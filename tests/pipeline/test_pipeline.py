@@ -205,14 +205,15 @@ def test_a_rank_keeps_its_own_layers_and_no_others(name):
 def test_a_model_that_cannot_be_checked_behind_the_last_stage_is_named():
     class AsksForMore(LlamaForCausalLM):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            output = super().forward(*args, **kwargs, output_hidden_states=True)
+            output: Any = super().forward(*args, **kwargs, output_hidden_states=True)
             assert len(output.hidden_states) == 3
             return output
 
-    model = LanguageModel(AsksForMore(tiny_model("llama").config), LinearCrossEntropyLoss())
+    config: Any = tiny_model("llama").config
+    model = LanguageModel(AsksForMore(config), LinearCrossEntropyLoss())
     model.prepare(torch.device("cpu"))
     ids = torch.arange(12)[None]
-    batch = {"input_ids": ids, "labels": ids, "hidden_states": torch.randn(1, 12, model.backbone.config.hidden_size)}
+    batch = {"input_ids": ids, "labels": ids, "hidden_states": torch.randn(1, 12, config.hidden_size)}
     with pytest.warns(UserWarning, match="the spot check is left out: the forward of AsksForMore does not run"):
         StageForwardPass(model, find_decoder(model)).spot_check(batch)
 
