@@ -72,8 +72,8 @@ _GUARD = """\
 |---|---|---|
 | the formula in the columns *logits* and *active* is identified | before the first step; after weights were loaded | \
 three forward passes of eight tokens, compared with the model's own logits |
-| the **spot check** | the first batch with labels of training, the first of each evaluation, and after every \
-`check_every_n_steps=100` optimiser steps (0: never); with `fuse` in the first call of either mode and every n-th of \
+| the **spot check** | the first batch with labels of training, the first of each evaluation, and every 100th \
+optimiser step (`check_every_n_steps`; 0: never); with `fuse` in the first call of either mode and every n-th of \
 training | a slice of the batch as it came, with its labels and all arguments, at most 1,024 tokens: through the \
 model's own forward and own loss, in the mode that it is in, and through the fused loss. \
 Compared are the own loss with \

@@ -20,7 +20,7 @@ from typing import Any
 
 import fsspec
 from datasets import Dataset, concatenate_datasets, load_dataset, load_from_disk
-from datasets.exceptions import DatasetGenerationError
+from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
 from lit_fused.errors import UserError
 
@@ -132,6 +132,9 @@ def _explained(path: str | Path | None) -> Iterator[None]:
         yield
     except DatasetGenerationError as error:  # It says only that there was one.
         raise UserError(f"{path} cannot be read: {str(error.__cause__ or error).splitlines()[0]}") from error
+    except (DatasetNotFoundError, ConnectionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"there is no file or folder {path}, and no data set of this name: {reason}") from error
 
 
 def _dataset(found: object) -> Dataset:

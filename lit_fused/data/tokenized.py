@@ -60,7 +60,7 @@ def trained_tokenizer(
             return tokenizer
         with written_whole(folder) as partial:
             tokenizer.save_pretrained(partial)
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+    return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
 
 
 def tokenized(records: Dataset, encoder: Encoder[Any], split: Split, workers: int | None = None) -> Dataset:

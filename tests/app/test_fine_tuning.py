@@ -110,7 +110,7 @@ def test_steps_on_the_command_line_win_over_the_epochs_and_are_validated_a_few_t
     assert list(length(*PRETRAINED, "trainer.max_steps=9", "trainer.max_epochs=2").values()) == [2, 9, 0.5, 1]
     assert length(*PRETRAINED, "trainer.val_check_interval=7")["val_check_interval"] == 7
     assert length(*PRETRAINED, "debug=fast") == length("debug=fast")
-    assert length("trainer.max_steps=1000")["val_check_interval"] == 1000  # new weights, at the end as before
+    assert length("trainer.max_steps=1000")["val_check_interval"] == 250  # of new weights as well
 
 
 QUIET = ["callbacks=measure", "trainer.enable_checkpointing=false", "trainer.accelerator=cpu"]
