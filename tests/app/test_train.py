@@ -64,15 +64,10 @@ def test_a_run_shows_progress_samples_memory_results_and_where_everything_lies(r
     assert finished.output.count("GPU available: ") == 1
     for odd in ("INFO", "TPU", "was configured", "e+0", "site-packages"):
         assert odd not in finished.output, odd
-    for place in (
-        "out/checkpoints/last.ckpt",
-        "out/metrics.csv",
-        "out/exported",
-        "out/summary.json",
-        "out/report.html",
-    ):
+    for place in ("checkpoints/last.ckpt", "metrics.csv", "exported", "summary.json", "report.html"):
+        assert (folder / "out" / place).exists()
+    for place in ("out/exported", "out/report.html", "ckpt_path=out"):
         assert place in finished.output
-        assert (folder / place).exists()
     assert "Traceback" not in finished.output
     assert "Tip:" not in finished.output
 

@@ -137,3 +137,5 @@ def _silence_other_packages() -> None:
         lambda record: not record.getMessage().startswith(_SAID_BY_LIGHTNING)
     )
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
