@@ -54,7 +54,7 @@ grep --quiet "pip install 'lit-fused\[train\]'" said
 
 "$python" "$source/.ci/link_requirements.py" "$folder"/lit_fused-*.whl "$folder"/venv/lib/python*/site-packages train
 pip check
-python -c "import datasets; from lit_fused.data import FileSource, HubSource"
+python -c "import datasets; from lit_fused.data import TokenDataModule, load_records"
 lit-fused "${tiny[@]}" trainer.max_steps=3 hydra.run.dir=run
 lit-fused "${tiny[@]}" mode=validate ckpt_path=run/checkpoints/last.ckpt hydra.run.dir=validated
 python - <<'PYTHON'
