@@ -104,10 +104,10 @@ def test_a_real_terminal_shows_the_run(term: str, tmp_path: Path) -> None:
         process.kill()
         os.close(parent)
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output)
-    assert re.search(r"loss \d+\.\d+", plain)
+    assert re.search(r"loss:? \d+\.\d+", plain)
     assert "Trainer.fit" not in plain
     assert not re.search(r"\x1b\[([0-9]+;)*[349][0-9][;m]", output), "NO_COLOR: no colours"
-    assert ("━" in plain.partition("Epoch")[2].partition("loss")[0]) == (term != "dumb")
+    assert ("━" in plain.partition("step ")[2].partition("loss")[0]) == (term != "dumb")
 
 
 def everything(terminal: int, end: float) -> str:

@@ -120,7 +120,6 @@ def left(folder: Path) -> dict[str, Any]:
             if not path.is_relative_to(last) and "cache" not in path.parts and path.suffix != ".log"
             if not re.fullmatch(r"metrics\.\d+\.csv", path.name)
         },
-        "cache": sorted(path.name.rpartition("-")[0] for path in (folder / "run" / "cache" / "lit_fused").iterdir()),
     }
 
 
