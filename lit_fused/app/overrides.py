@@ -25,7 +25,7 @@ _PLAIN = re.compile(r"(\+\+?|~)?[A-Za-z]")  # Anything else could be a flag of t
 _UNSAFE = re.compile(
     r"^\W*hydra|_(target|partial|args|recursive|convert)_|\$\{"  # what is built
     r"|trust_remote|code_revision|auto_map|(attn|experts)_impl|kernel|megatron|weights_only|\bimpl\W*[=:].*\."  # code
-    r"|prox(y|ies)|tracking_uri|registry|space_id|_url|\bhost"  # where data are sent
+    r"|prox(y|ies)|tracking_uri|registry|space_id|_url|\bhost|\bentity\b"  # where data are sent
     r"|\b(dirpath|(save|log|sub)_dir|dir|\w*root_dir|(\w+_)?folder)\W*[=:]|^\W*(recommend|score)\b.*(output|path)"
     r"|\b((file|adapter_)?name|version)\W*[=:].*(/|\.\.)",  # where is written
     re.DOTALL,

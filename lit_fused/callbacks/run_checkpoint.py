@@ -63,6 +63,11 @@ class RunCheckpoint(ModelCheckpoint):
             return
         if str(resumed) == self.last_model_path:
             self._last_global_step_saved = trainer.global_step
+        if self.unwritten is not None:  # Where they were written after all, a report takes these instead.
+            step = int(self.unwritten.pop("step"))
+            for logger in trainer.loggers:
+                logger.log_metrics(self.unwritten, step)
+            self.unwritten = None
         if trainer.is_global_zero:
             for path in self._outdated(trainer.global_step):
                 if path != resumed:

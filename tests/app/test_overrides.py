@@ -150,6 +150,7 @@ ATTACKS = [
     "logger.csv.version=../x",
     "+logger.tensorboard.sub_dir=/else",
     "logger.mlflow.tracking_uri=http://elsewhere",
+    "+logger.wandb.entity=stranger",
     "+model.adapter_name=../../else",
     "trainer.default_root_dir=/else",
     "score.path=/somewhere/scores.parquet",

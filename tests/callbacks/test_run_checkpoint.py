@@ -9,10 +9,12 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning_helpers import VOCABULARY, quiet_trainer, tiny_llama
 from transformers import get_constant_schedule
 
 from lit_fused import FusedCausalLMModule
+from lit_fused.app.run_folder import metric_rows
 from lit_fused.callbacks import RunCheckpoint
 from lit_fused.callbacks.run_checkpoint import newest_checkpoint
 from lit_fused.data import SyntheticDataModule
@@ -217,3 +219,16 @@ def test_the_scores_of_a_run_whose_folder_was_moved_are_still_known(tmp_path):
     fit(tmp_path, moved, resume=tmp_path / "b" / "last.ckpt", **options)
     assert Path(moved.best_model_path).parent == tmp_path / "b"
     assert len(moved.best_k_models) == 2
+
+
+def test_metrics_of_the_saved_step_are_logged_by_the_resumed_run(tmp_path):
+    """A kill between the two would lose them: Lightning gives them to the loggers after the step is saved."""
+    options = {"log_every_n_steps": 1, "val_check_interval": 1.0}
+    loggers = [CSVLogger(tmp_path / name, name="", version="") for name in ("killed", "resumed")]
+    fit(tmp_path, saver(tmp_path, every_n_train_steps=2), max_steps=2, logger=loggers[0], **options)
+    fit(tmp_path, saver(tmp_path), resume=tmp_path / "last.ckpt", max_steps=3, logger=loggers[1], **options)
+    (before,), (after,) = (
+        [row["train/loss"] for row in metric_rows(tmp_path / name) if row["step"] == "1" and row["train/loss"]]
+        for name in ("killed", "resumed")
+    )
+    assert float(before) == pytest.approx(float(after))

@@ -57,7 +57,7 @@ KINDS = {
 # The moment of a kill: once a file or folder of this pattern is there, or at any moment.
 MOMENTS = {
     "starting": None,
-    "preparing": "cache/lit_fused/.*.work",
+    "preparing": "cache/**/*.incomplete*",  # what datasets writes
     "training": "out/checkpoints/step-*",
     "saving": "out/checkpoints/*.partial",
     "exporting": "out/exported.partial",

@@ -95,7 +95,7 @@ def build_module(cfg: DictConfig, loss: Any, model: nn.Module | None = None) -> 
     return module.train()  # a pretrained model comes in evaluation mode, in which Lightning would leave it
 
 
-_INCIDENTAL = {"weights", "batch_size", "num_workers", "prepare_workers", "cache_dir", "seed", "max_bad_documents"}
+_INCIDENTAL = {"weights", "batch_size", "num_workers", "prepare_workers", "cache_dir", "seed"}
 
 
 def _different_data(data: dict[str, Any], checkpoint: str) -> str | None:
