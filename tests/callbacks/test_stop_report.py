@@ -129,7 +129,7 @@ def test_an_average_is_named_in_the_card(tmp_path):
 
 
 def test_a_resumed_run_knows_the_best_step_of_before(tmp_path, capsys):
-    fit(tmp_path, EarlyStopping("val/score", patience=2), saver(tmp_path), RunCheckpoint(tmp_path, save_last=True))
+    fit(tmp_path, EarlyStopping("val/score", patience=2), saver(tmp_path), RunCheckpoint(tmp_path))
     assert "stopped the run at step 10" in capsys.readouterr().out
     stopping, out = EarlyStopping("val/score", patience=9), tmp_path / "out"
     again = [stopping, saver(tmp_path), ExportPretrained(out, which="best")]
