@@ -64,7 +64,8 @@ def fit(folder: Path, *callbacks: Any, resume: Path | None = None, **options: An
 
 
 def saver(folder: Path, **options: Any) -> RunCheckpoint:
-    return RunCheckpoint(folder, **({"every_n_train_steps": 3} | options))
+    settings: dict[str, Any] = {"every_n_train_steps": 3} | options
+    return RunCheckpoint(folder, **settings)
 
 
 ENDS: dict[str, tuple[list[Any], dict[str, Any]]] = {
