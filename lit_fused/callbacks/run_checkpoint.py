@@ -42,8 +42,8 @@ class RunCheckpoint(Checkpoint):
         self.saved_step, self.last_model_path, self.is_last = 0, "", False
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        step = trainer.global_step
-        if self.is_last or step == trainer.max_steps or step % self.every_n_train_steps == 0:
+        is_due = self.is_last or trainer.global_step % self.every_n_train_steps == 0
+        if is_due or (trainer.is_last_batch and _has_all_epochs(trainer)) or _has_all_steps(trainer):
             self.save(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -52,9 +52,7 @@ class RunCheckpoint(Checkpoint):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # A fit ends with an epoch, which it may have cut short.
-        is_over = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
-        epochs = -1 if trainer.max_epochs is None else trainer.max_epochs
-        if is_over or 0 <= epochs <= trainer.current_epoch + 1:
+        if trainer.should_stop or _has_all_epochs(trainer) or _has_all_steps(trainer):
             self.save(trainer)
             wait_for_checkpoints(trainer.strategy)  # Whatever comes may read it.
             trainer.strategy.barrier("the last checkpoint")
@@ -68,6 +66,15 @@ class RunCheckpoint(Checkpoint):
             trainer.save_checkpoint(self.folder / f"step-{self.saved_step:06d}.ckpt")
         trainer.save_checkpoint(last)
         self.last_model_path = str(last)
+
+
+def _has_all_steps(trainer: L.Trainer) -> bool:
+    return 0 <= trainer.max_steps <= trainer.global_step
+
+
+def _has_all_epochs(trainer: L.Trainer) -> bool:
+    """Return whether the present epoch is the last one."""
+    return trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch + 1
 
 
 def newest_checkpoint(trainer: L.Trainer) -> str:
