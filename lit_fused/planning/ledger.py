@@ -59,7 +59,7 @@ class MemoryLedger(TorchDispatchMode):
         if torch.Tag.data_dependent_output in func.tags and len(args) == 1:
             return self._scalar(args[0])
         kept = self._all_kept(func, args)
-        out = func(*args, **(kwargs or {})) if kept is None else kept
+        out: Any = func(*args, **(kwargs or {})) if kept is None else kept
         heading = self.heading
         given = args[0] if args else None
         if isinstance(given, Tensor) and isinstance(out, Tensor) and given.dtype != out.dtype:
