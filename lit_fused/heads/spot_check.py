@@ -44,7 +44,7 @@ class OwnPass:
 
 @dataclass
 class Labels:
-    """What a model's own loss has to predict.
+    """The targets that a model's own loss has to predict.
 
     Attributes:
         targets: (B, T), what each position of the slice predicts, -100 where nothing.
