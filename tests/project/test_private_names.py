@@ -61,7 +61,6 @@ LISTED = {
     "_foreach_norm": "one launch for all gradients",
     "_init_group": "states are made before a checkpoint fills them",
     "_modules": "a stage leaves out children of its model",
-    "_pytree": "tensors anywhere in a batch",
     "_trainer": "LightningModule's",
 }
 
