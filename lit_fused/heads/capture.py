@@ -40,8 +40,12 @@ def without_trace(model: nn.Module) -> Iterator[None]:
     its parts (BigBird replaces its attention for good when it gets few tokens) and plain settings."""
     devices = list({p.device for p in model.parameters() if p.is_cuda})
     of_modules = [
-        (m, {**m._modules}, {**m._buffers}, {k: v for k, v in vars(m).items() if isinstance(v, PLAIN_SETTINGS)})
-        for m in model.modules()
+        (
+            module,
+            dict([*module.named_children(), *module.named_buffers(recurse=False)]),
+            {name: value for name, value in vars(module).items() if isinstance(value, PLAIN_SETTINGS)},
+        )
+        for module in model.modules()
     ]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     of_python = random.getstate()
@@ -50,9 +54,10 @@ def without_trace(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             random.setstate(of_python)
-            for module, parts, tensors, settings in of_modules:
-                module._modules.update(parts)
-                module._buffers.update(tensors)
+            for module, parts, settings in of_modules:
+                for name, part in parts.items():
+                    if getattr(module, name) is not part:
+                        setattr(module, name, part)
                 vars(module).update(settings)
             with torch.no_grad():
                 for buffer, before in buffers:

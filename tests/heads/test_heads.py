@@ -358,7 +358,7 @@ def test_hooks_that_make_the_weight_or_see_gradients_are_refused_where_the_layer
     prune.remove(layer, "weight")
     assert output_layer(plain) is layer
     layer.register_full_backward_hook(lambda layer, inputs, outputs: (0 * inputs[0],))
-    with pytest.raises(UserError, match=r"a hook of the output layer sees its gradients.*weight.register_hook"):
+    with pytest.raises(UserError, match=r"a hook of the output layer .*its gradients.*weight.register_hook"):
         output_layer(plain)
 
 
@@ -376,7 +376,7 @@ def test_forward_hooks_that_change_what_a_layer_returns_are_refused_where_it_doe
     for register, hook in hooks:
         handle = register(hook)
         for build in (lambda layer: LinearCrossEntropyLoss(output_embeddings=layer), lambda layer: output_layer(plain)):
-            with pytest.raises(UserError, match="a hook of the output layer changes its input or output"):
+            with pytest.raises(UserError, match="a hook of the output layer .*changes its input, its output"):
                 build(layer)
         handle.remove()
 
