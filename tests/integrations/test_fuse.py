@@ -30,7 +30,6 @@ from transformers import (
 
 import lit_fused
 from lit_fused.heads.probe import without_cache
-from lit_fused.integrations.fuse import _warn_of_logits
 from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss
 
 QUICK = {
@@ -415,12 +414,6 @@ def test_a_loss_of_another_kind_is_used_or_refused(model):
     ]:
         with pytest.raises(lit_fused.UserError, match=re.escape(message)):
             lit_fused.fuse(tiny("llama"), loss=wrong)
-
-
-def test_a_trainer_that_computes_the_loss_itself_is_told_of_the_logits(model):
-    _warn_of_logits.cache_clear()
-    with pytest.warns(UserWarning, match="label_smoothing_factor"):
-        assert lit_fused.fuse(model)(BATCH["input_ids"], num_items_in_batch=3).logits is not None
 
 
 def test_the_code_of_the_page_runs_as_it_stands():
