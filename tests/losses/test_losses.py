@@ -342,7 +342,7 @@ def test_a_batch_without_a_valid_label_costs_zero_and_moves_nothing(loss, name):
 
 
 @pytest.mark.parametrize("method", ["forward", "token_losses"])
-@pytest.mark.parametrize("label", [VOCABULARY, -1, 10**6])
+@pytest.mark.parametrize("label", [VOCABULARY, -1])
 @pytest.mark.parametrize("loss", [*LOSSES.values(), ModelInternalLoss()], ids=[*LOSSES, "model"])
 def test_a_label_outside_the_vocabulary_is_named_with_the_vocabularys_size(loss, label, method):
     model = LanguageModel(tiny_model("llama"), loss)
