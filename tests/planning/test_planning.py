@@ -237,7 +237,7 @@ def test_what_is_left_out_of_a_plan_is_said():
     assert [note.split(":")[0] for note in notes][1:] == ["compile=auto", "trainer.strategy.reshard_after_forward"]
 
 
-# PeakMemoryMonitor's figures of one NVIDIA H200, docs/measurements.md and docs/parallelism_measured.md.
+# PeakMemoryMonitor's figures of one NVIDIA H200, docs/evidence/qwen3_memory.md and devices.md.
 MEASURED = [
     (["loss=chunked"], 44.952),
     (["loss=standard"], 70.885),
