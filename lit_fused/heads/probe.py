@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
@@ -34,13 +35,11 @@ from lit_fused.heads.adapters import (
 )
 from lit_fused.heads.capture import (
     InputCapture,
-    TensorUse,
     UnsupportedHeadError,
     first_argument,
     graph_leaves,
     probing,
     replaced_forward,
-    weights_here,
 )
 from lit_fused.heads.spec import OutputHead
 
@@ -191,8 +190,7 @@ def identify_head(model: nn.Module, batch: Mapping[str, Any] | None = None) -> O
                 raise UnsupportedHeadError(inner, "what it does to its logits is not a scale, a softcap or a slice")
         own, float32 = torch.finfo(raw.dtype).eps, torch.finfo(torch.float32).eps
         rounding = 50 * max(own, float32)
-        with weights_here(layer, hidden):
-            output, logits = head.output(hidden), head.logits(hidden)
+        output, logits = head.output(hidden), head.logits(hidden)
         # Rounding differs from entry to entry; its norm shows a factor that single entries would hide.
         if (
             not _close(output, raw, rounding)
@@ -244,7 +242,7 @@ def _honest_forward(
     owners = {id(t): (m, name) for m, tensors in of_modules for name, t in tensors if t is not None}
     may_be_bias = torch.Size(layer.weight.shape[:1])  # type: ignore[index]
     tensors = [*model.buffers(), *model.parameters()]
-    use = TensorUse(t for t in tensors if not t.requires_grad or t.shape == may_be_bias)
+    use = _Used(t for t in tensors if not t.requires_grad or t.shape == may_be_bias)
     with ExitStack() as after_the_layer:
 
         def recording(*args: Any, **kwargs: Any) -> Tensor:
@@ -256,7 +254,7 @@ def _honest_forward(
 
         with replaced_forward(layer, recording):
             logits = getattr(model(**batch), "logits", None)
-    behind = list(dict.fromkeys(owners[id(tensor)] for _, tensor, _ in use.used))
+    behind = list(dict.fromkeys(owners[id(tensor)] for tensor in use.used))
     if not isinstance(logits, Tensor):
         raise UnsupportedHeadError(model, "its output has no logits")
     if len(calls) != 1:
@@ -266,6 +264,25 @@ def _honest_forward(
         shapes = f"gives {tuple(raw.shape)} but its logits are {tuple(logits.shape)}"
         raise UnsupportedHeadError(model, f"its output layer {shapes}")
     return hidden, raw, logits.float(), behind
+
+
+class _Used(TorchFunctionMode):
+    """Lists, in a ``with`` block, which of some tensors torch's functions take."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.tensors, self.used = {id(tensor): tensor for tensor in tensors}, list[Tensor]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._note((*args, *(kwargs or {}).values()))
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if id(value) in self.tensors:
+                self.used.append(self.tensors[id(value)])
+            elif isinstance(value, tuple | list):
+                self._note(value)
 
 
 def _known_numbers(raw: Tensor) -> Tensor:

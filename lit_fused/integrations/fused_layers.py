@@ -3,7 +3,6 @@
 By then the loop has moved the model and wrapped it, so that it can be seen whether anything is against it.
 """
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -23,7 +22,7 @@ class CompiledLayers:
 
     def __init__(self, model: FusedPass) -> None:
         self._parts: list[nn.Module] = []
-        self._thread: int | None = None  # the one that runs the model for a loss
+        self._is_in_use = False  # by a forward pass for a loss
         if model.is_compiled:  # by its owner
             return
         reason = _against(model)
@@ -39,16 +38,16 @@ class CompiledLayers:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Run the layers compiled in a block, also without gradients."""
-        self._thread = threading.get_ident()
+        self._is_in_use = True
         try:
             with in_one_piece() if self._parts else nullcontext():
                 yield
         finally:
-            self._thread = None
+            self._is_in_use = False
 
     def _is_eager(self) -> bool:
         """Return whether the layers run uncompiled: generation would compile them for each new length."""
-        return not torch.is_grad_enabled() and self._thread != threading.get_ident()
+        return not torch.is_grad_enabled() and not self._is_in_use
 
     def take_back(self) -> None:
         """Let the layers run uncompiled from now on."""

@@ -98,7 +98,7 @@ def _identify_by_twin(model: LanguageModel, layout: Layout, device: torch.device
     twin = type(model)(small_twin(model.transformers_model, min(layout.num_stages, 3), device), model.loss)
     with ordinary_defaults():
         twin.prepare(device)
-        head, model.empty_cache = twin.prepare_hidden_states(), twin.empty_cache
+        head = twin.prepare_hidden_states()
         decoder = stages.find_decoder(twin)
         ranges = stages.layers_of_stages(decoder.num_layers, min(layout.num_stages, decoder.num_layers))
         stages.check_stages(twin, decoder, [Stage(decoder, layers) for layers in ranges])

@@ -165,17 +165,6 @@ def test_a_loop_with_one_line_added_trains_as_before(loop: Callable[[Any, Path],
         assert error <= 2 * usual_error + 1e-6 * weight.norm(), name
 
 
-def test_an_evaluation_with_metrics_is_told_that_there_are_no_logits(tmp_path: Path) -> None:
-    model = lit_fused.fuse(tiny_model("llama"))
-    trainer = trainer_of(model, tmp_path, compute_metrics=lambda predictions: {})
-    with pytest.raises(lit_fused.UserError, match="prediction_loss_only=True"):
-        trainer.evaluate()
-    with pytest.raises(lit_fused.UserError, match=r"lit_fused\.unfuse"):
-        trainer.predict(rows())  # type: ignore[arg-type]
-    lit_fused.unfuse(model)
-    assert trainer.predict(rows()).predictions.shape == (8, 30, 97)  # type: ignore[arg-type, union-attr]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bart", "t5"])
 def test_an_encoder_decoder_trains_and_generates_as_before(name: str, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 from lit_fused import FusedPolicyModule, LanguageModel, PolicyLoss
 from lit_fused.data import RolloutDataModule
 from lit_fused.errors import UserError
-from lit_fused.objectives import policy
 from lit_fused.objectives.policy_loss import OBJECTIVES
 from lit_fused.ops import TokenScores
 
@@ -208,13 +207,6 @@ def without_answers(batch: dict[str, Tensor], *rows: int) -> dict[str, Tensor]:
     return batch | {"labels": labels, "group_tokens": of_group.float()}
 
 
-def test_a_group_weighs_as_much_with_a_completion_that_is_not_learned_from(tmp_path):
-    batch = without_answers(batch_of(tmp_path, lines(log_probs=False)), 0, 1)
-    model = LanguageModel(tiny_model("llama"), PolicyLoss("dapo"))
-    batch["advantages"] = torch.tensor([1.0] * 3 + [2.0] * 3)[:, None].expand(batch["labels"].shape)
-    assert model(batch).loss.item() == pytest.approx(-1.5)  # the mean of the two groups' means, -1 and -2
-
-
 def test_groups_with_completions_that_are_not_learned_from_are_whole_in_micro_batches(tmp_path):
     batch = without_answers(batch_of(tmp_path, lines()), 1, 5)
     found = []
@@ -277,11 +269,6 @@ def test_numbers_that_would_be_silently_wrong_are_refused_with_their_rollout(cha
     assert "\n" not in str(raised.value)
 
 
-def test_a_group_that_is_null_is_that_of_the_prompt(tmp_path):
-    batch = batch_of(tmp_path, [line | {"group": None} for line in lines()])
-    assert batch["group_size"].tolist() == [3.0] * 6
-
-
 @pytest.mark.parametrize("name", ["reward", "advantages"])
 def test_a_batch_of_ones_own_with_nan_is_refused(name, tmp_path):
     batch = batch_of(tmp_path, lines()) | {"advantages": torch.ones(6, 1)}
@@ -324,15 +311,6 @@ def test_given_advantages_are_normalized_by_groups_without_rewards(tmp_path):
         model(batch)
 
 
-def test_groups_of_one_are_counted_beside_others(tmp_path):
-    rollouts = [line | {"group": min(index, 4)} for index, line in enumerate(lines(log_probs=False))]
-    module = FusedPolicyModule(tiny_model("llama"), PolicyLoss("grpo"))
-    with pytest.warns(UserWarning, match="objective=grpo learns nothing from 4 of 6 completions"):
-        quiet_trainer(tmp_path, max_steps=1).fit(module, data_of(tmp_path, rollouts))
-    for kind in ("leave_one_out", "group_normalized", "group_centered"):
-        assert policy.advantage_of(torch.ones(1), policy.Group(*torch.tensor([[1.0], [0], [1], [5]])), kind) == 0
-
-
 def test_groups_of_one_alone_are_refused_where_completions_are_compared(tmp_path):
     rollouts = [line | {"group": index} for index, line in enumerate(lines())]
     module = FusedPolicyModule(tiny_model("llama"), PolicyLoss("rloo"))
@@ -363,22 +341,6 @@ def test_ratios_beyond_float32_give_what_the_formula_gives_in_float64(ratio, hig
     torch.testing.assert_close(found, expected.float())
     gradients = torch.autograd.grad(found, log_prob)[0], torch.autograd.grad(expected, exact)[0].float()
     torch.testing.assert_close(*gradients)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"objective": "gpro"}, "did you mean grpo"),
-        ({"objective": "dr_grpo"}, "divides by a constant length"),
-        ({"ratio": "word"}, "ratio must be one of none, token, sequence, trajectory"),
-        ({"kl_estimator": "k4"}, "kl_estimator must be one of k1, k2, k3"),
-        ({"clip_low": -1.0}, "clip_low must be above 0"),
-        ({"temperature": 0.0}, "temperature must be a positive number"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(options, words):
-    with pytest.raises(UserError, match=words):
-        PolicyLoss(**options)
 
 
 @pytest.mark.slow

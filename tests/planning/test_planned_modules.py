@@ -93,9 +93,7 @@ def test_a_trainer_says_precision_accumulation_and_strategy():
         for given in (trainer, PlanOptions(precision="bf16-mixed", accumulate_grad_batches=3))
     )
     assert asked.phases == told.phases
-    for views in (True, False):
-        strategy = DDPStrategy(gradient_as_bucket_view=views)
-        assert PlanOptions(strategy=strategy, devices=2).spread == Spread("ddp on 2", buckets=not views)
+    assert PlanOptions(strategy=DDPStrategy(), devices=2).spread == Spread("ddp on 2", buckets=True)
 
 
 def test_tokens_without_a_label_are_planned_as_if_all_had_one():

@@ -49,14 +49,9 @@ LISTED = {
     "_should_accumulate": "whether a step ends with this batch",
     "_should_skip_saving_checkpoint": "ModelCheckpoint's",
     # planning
-    "_ddp_kwargs": "whether a DDPStrategy copies gradients into buckets",
-    "_engine_run_backward": "backward with a mode for torch's functions on, which loss.backward() takes away",
     "_grouped_mm": "what F.grouped_mm calls, which has no fake form in float32",
-    "_local_scalar_dense": "the operator of Tensor.item()",
     "_python_dispatch": "where torch documents TorchDispatchMode",
     "_subclasses": "FakeTensor: tensors without bytes",
-    "_scaled_dot_product_attention_math": "the operator that a GPU runs where no kernel takes the call",
-    "_to_copy": "the operator of Tensor.to()",
     # parallel, pipeline and training
     "_configure_launcher": "no strategy of Lightning's lets another rank's data begin elsewhere",
     "_data_parallel_size": "ModelParallelStrategy's",
@@ -66,7 +61,6 @@ LISTED = {
     "_foreach_norm": "one launch for all gradients",
     "_init_group": "states are made before a checkpoint fills them",
     "_modules": "a stage leaves out children of its model",
-    "_pytree": "tensors anywhere in a batch",
     "_trainer": "LightningModule's",
 }
 
