@@ -1,4 +1,4 @@
-"""What is wrong with a batch, or with how a model is called, is said in a sentence before anything is trained."""
+"""A wrong batch, or a model that is called wrongly, is refused in a sentence before anything is trained."""
 
 import re
 from pathlib import Path
@@ -94,11 +94,6 @@ def test_a_fused_model_that_is_called_for_logits_says_so_once() -> None:
     model = fuse(tiny_llama())
     with pytest.warns(UserWarning, match="a fused model was called for training without labels"):
         model(IDS, num_items_in_batch=3)
-
-
-def test_an_evaluation_that_wants_the_logits_of_a_fused_model_is_told_how() -> None:
-    with torch.no_grad(), pytest.raises(UserError, match="builds no logits where it gets labels.*unfuse"):
-        fuse(tiny_llama())(IDS, labels=IDS).logits.argmax()
 
 
 def test_copies_of_a_fused_model_in_one_process_are_refused() -> None:
