@@ -26,8 +26,7 @@ from lit_fused.parallel.collectives import check_same_batch
 from lit_fused.parallel.placement import Placement, has_towers
 from lit_fused.parallel.tensor import check_plan, divide, is_distributed
 
-# Parameters of a unit. For less, the host works longer on gathering and reducing than a GPU on the layers themselves
-# (docs/parallelism_measured.md).
+# Parameters of a unit. For less, the host works longer on gathering and reducing than a GPU on the layers themselves.
 _ENOUGH = 48_000_000
 _LITTLE = 1 / 40  # of a device's memory, which a run does not miss for 1 to 2 % of its time
 

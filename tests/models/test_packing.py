@@ -14,7 +14,7 @@ from architectures import tiny_model as tiny_architecture
 from data_modules import tokens_of
 from lightning_helpers import loader, quiet_trainer
 from packing_cases import gpt_oss, mamba, row, seeded
-from packing_table import packing_table, written
+from packing_table import DOCUMENT, packing_page
 from strategy_cases import assert_as_in_one_process
 from tiny_models import VOCABULARY, TinyBackbone, sharpen, tiny_backbone, tiny_model
 from torch import Tensor, nn
@@ -405,7 +405,7 @@ def test_a_mask_of_ones_beside_documents_of_one_row_is_refused_with_the_first_ba
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_lists_of_models_in_the_docs_are_those_of_this_code_and_this_transformers():
-    assert written() == packing_table(), "run `python tools/packing_table.py` and look at what changed"
+    assert DOCUMENT.read_text() == packing_page(), "run `make packing` and look at what changed"
 
 
 @pytest.mark.slow

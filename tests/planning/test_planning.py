@@ -214,7 +214,7 @@ def test_a_plan_is_that_of_the_runs_strategy(overrides, name, times):
     assert found["phases_gib"]["optimizer"]["gradients"] == pytest.approx(times * whole, rel=0.02)
 
 
-# PeakMemoryMonitor's figures of one NVIDIA H200, docs/measurements.md and docs/parallelism_measured.md.
+# PeakMemoryMonitor's figures of one NVIDIA H200, docs/evidence/qwen3_memory.md and devices.md.
 MEASURED = [
     (["loss=chunked"], 44.952),
     (["loss=standard"], 70.885),
