@@ -114,7 +114,7 @@ def stage(folder: Path) -> Path:
     """Put the pages and the configuration of the site into ``folder`` and return the configuration's path."""
     pages = folder / "docs"
     shutil.copytree(ROOT / "docs", pages, ignore=shutil.ignore_patterns("__pycache__", "*.tables.md"))
-    sources = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md"]
+    sources = ["README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md"]
     sources += [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))]
     for source in sources:
         target = pages / staged_path(source)

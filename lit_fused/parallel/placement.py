@@ -136,9 +136,9 @@ class Placement:
         """Make this rank's gradients those of all ranks, if the backward of a step has not; raise a UserError if that
         is too late."""
 
-    def spot_check(self, model: LanguageModel, batch: Batch, *, thorough: bool) -> None:
+    def spot_check(self, model: LanguageModel, batch: Batch) -> None:
         """Compare a slice of a batch with the model's own loss and logits; UserError if they differ."""
-        model.spot_check(batch, thorough=thorough)
+        model.spot_check(batch)
 
     def run(self, model: LanguageModel, batch: Batch, compute_loss: Run, scale: float) -> LossOutput:
         """Return the sums of a training batch. Backward begins at ``loss_sum``, times ``scale``.

@@ -24,8 +24,7 @@ from lit_fused.parallel.collectives import check_same_batch
 from lit_fused.parallel.placement import Placement, has_towers
 from lit_fused.parallel.tensor import check_plan, divide, is_distributed
 
-# Parameters of a unit. For less, the host works longer on gathering and reducing than a GPU on the layers themselves
-# (docs/parallelism_measured.md).
+# Parameters of a unit. For less, the host works longer on gathering and reducing than a GPU on the layers themselves.
 _ENOUGH = 48_000_000
 _LITTLE = 1 / 40  # of a device's memory, which a run does not miss for 1 to 2 % of its time
 
@@ -108,8 +107,7 @@ class Sharded(Placement):
             for unit in parts:
                 fully_shard(unit, mesh=data, reshard_after_forward=reshards)
             fully_shard(model, mesh=data)
-            methods = "prepare spot_check check_packing token_losses run_with generate call_backbone"
-            for method in methods.split():  # They run forward, too.
+            for method in "prepare spot_check check_packing token_losses run_with".split():  # They run forward, too.
                 register_fsdp_forward_method(model, method)
 
     def _all_have_room(self, parts: list[list[nn.Module]], group: dist.ProcessGroup) -> bool:

@@ -208,7 +208,7 @@ class Pipelined(Sharded):
     def finish_gradients(self) -> None:
         self.strategy.sum_gradients()
 
-    def spot_check(self, model: LanguageModel, batch: Batch, *, thorough: bool) -> None:
+    def spot_check(self, model: LanguageModel, batch: Batch) -> None:
         self.strategy.pipeline.spot_check(batch)
 
     def run(self, model: LanguageModel, batch: Batch, compute_loss: Run, scale: float) -> LossOutput:

@@ -17,9 +17,12 @@ ROOMS = (
     "callbacks",
     "export",
     "filtered",
+    "heads",
+    "integrations",
     "losses",
     "metrics",
     "models",
+    "objectives",
     "parallel",
     "pipeline",
     "planning",
@@ -31,28 +34,23 @@ PUBLIC = {"_asdict", "_fields", "_replace"}  # of named tuples
 
 # A name, and why no public one serves.
 LISTED = {
-    # models
+    # heads, integrations and models
     "_attn_implementation": "transformers shows a model's attention by no other name",
     "_call_impl": "the module's call without compilation, for layers whose compiler failed",
     "_compiled_call_impl": "nn.Module.compile cannot be taken back, nor asked for, by a public name",
+    "_orig_mod": "the module inside torch.compile's wrapper",
     "_dynamo": "optimize_ddp, and the error of a compiler that fails",
     # callbacks
     "_broadcast_sigterm_tensor": "Lightning's question to all ranks before each batch, which every device waits for",
     # planning
-    "_ddp_kwargs": "whether a DDPStrategy copies gradients into buckets",
-    "_engine_run_backward": "backward with a mode for torch's functions on, which loss.backward() takes away",
     "_grouped_mm": "what F.grouped_mm calls, which has no fake form in float32",
-    "_local_scalar_dense": "the operator of Tensor.item()",
     "_python_dispatch": "where torch documents TorchDispatchMode",
     "_subclasses": "FakeTensor: tensors without bytes",
-    "_scaled_dot_product_attention_math": "the operator that a GPU runs where no kernel takes the call",
-    "_to_copy": "the operator of Tensor.to()",
     # parallel, pipeline and training
     "_data_fetcher": "the iterator of training batches, which a resumed run makes anew after its random numbers",
     "_foreach_mul_": "one launch for all gradients",
-    "_init_group": "states are made before a checkpoint fills them",
+    "_init_group": "between it and Adam's update, parameters become the parts that a rank has; no hook is there",
     "_modules": "a stage leaves out children of its model",
-    "_pytree": "tensors anywhere in a batch",
 }
 
 
