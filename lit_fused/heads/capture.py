@@ -40,8 +40,12 @@ def without_trace(model: nn.Module) -> Iterator[None]:
     its parts (BigBird replaces its attention for good when it gets few tokens) and plain settings."""
     devices = list({p.device for p in model.parameters() if p.is_cuda})
     of_modules = [
-        (m, {**m._modules}, {**m._buffers}, {k: v for k, v in vars(m).items() if isinstance(v, PLAIN_SETTINGS)})
-        for m in model.modules()
+        (
+            module,
+            dict([*module.named_children(), *module.named_buffers(recurse=False)]),
+            {name: value for name, value in vars(module).items() if isinstance(value, PLAIN_SETTINGS)},
+        )
+        for module in model.modules()
     ]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     of_python = random.getstate()
@@ -50,9 +54,10 @@ def without_trace(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             random.setstate(of_python)
-            for module, parts, tensors, settings in of_modules:
-                module._modules.update(parts)
-                module._buffers.update(tensors)
+            for module, parts, settings in of_modules:
+                for name, part in parts.items():
+                    if getattr(module, name) is not part:
+                        setattr(module, name, part)
                 vars(module).update(settings)
             with torch.no_grad():
                 for buffer, before in buffers:
@@ -162,20 +167,16 @@ def router_loss(model: nn.Module, output: Any) -> Tensor | None:
 
 
 def extract_hidden_states(output: Any, backbone_name: str) -> Tensor:
-    """Return the hidden states (..., D) in what a backbone's forward returned; list the known forms if it has none."""
-    get = output.get if isinstance(output, Mapping) else lambda name: getattr(output, name, None)
-    candidates = (get("last_hidden_state"), _entry(get("hidden_states"), -1), _entry(output, 0))
-    found = output if isinstance(output, Tensor) else next((c for c in candidates if c is not None), None)
+    """Return the hidden states (..., D) in what a backbone's forward returned: a tensor, a tuple that begins with it,
+    or a mapping or an object that has it as "last_hidden_state"."""
+    named = output.get if isinstance(output, Mapping) else lambda name: getattr(output, name, None)
+    found = output[0] if isinstance(output, tuple | list) and output else output
+    found = found if isinstance(found, Tensor) else named("last_hidden_state")
     if not isinstance(found, Tensor) or not found.is_floating_point():
         keys = f" with {sorted(output)}" if isinstance(output, Mapping) else ""
         raise UserError(
             f"{backbone_name} returned {type(output).__name__}{keys}, in which no hidden states were found; its "
-            "forward should return a tensor (..., D), a tuple whose first element is one, a dict with "
-            "'last_hidden_state' or 'hidden_states', or an object with one of these as attribute (of several layers' "
-            "hidden_states the last is taken)"
+            "forward should return a tensor (..., D), a tuple whose first element is one, or an object or a dict with "
+            "'last_hidden_state'"
         )
     return found
-
-
-def _entry(value: Any, index: int) -> Any:
-    return value[index] if isinstance(value, tuple | list) and value else value

@@ -85,14 +85,14 @@ class SpotCheck:
             own_pass = own()
         with without_trace(self.model), leaf_before(head.layer) as of_fused:
             hidden_states, fused_sum = fused()
+            with torch.random.fork_rng([hidden_states.device] if hidden_states.is_cuda else []):
+                loss_sum = fused_sum()  # It refuses labels that cannot be.
             fits = own_pass.logits.shape[:-1] == self.targets.shape  # else the loss refuses the batch
             if not fits or not (self.targets != IGNORE_INDEX).any():  # It has run all the same, as on the other ranks.
                 return
             losses = _losses(own_pass.logits, self.targets)
             count = self._count_of_own_loss(own_pass, losses)
             self._compare_without_labels(of_fused[-1], of_own[-1])
-            with torch.random.fork_rng([hidden_states.device] if hidden_states.is_cuda else []):
-                loss_sum = fused_sum()
             # LoRA draws the same dropout again.
             formula = _formula(head, hidden_states, of_fused[-1], self.targets, own_pass.logits)
             self._compare_losses(head, losses, loss_sum, formula)

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import inspect
 import re
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -136,15 +135,8 @@ class FusedForward:
                 return self.own(*args, **kwargs)
             return _with_scores(self, arguments, settings, torch.compiler.is_compiling())
         if arguments.get("labels") is None:
-            if torch.is_grad_enabled() and arguments.get("num_items_in_batch") is not None:
-                _warn_of_logits()
             return self.own(*args, **kwargs)
         return _with_labels(self, arguments, torch.compiler.is_compiling())
-
-    @property
-    def __code__(self) -> Any:
-        """The code object of a forward, which torch.export looks up."""
-        return type(self).__call__.__code__
 
     @property
     def own(self) -> Callable[..., Any]:
@@ -248,16 +240,6 @@ def _with_scores(forward: FusedForward, arguments: dict[str, Any], settings: dic
 # Compiled code ends here, and begins again in the model's own forward.
 _with_labels = one_graph_break(_with_labels, recursive=False)
 _with_scores = one_graph_break(_with_scores, recursive=False)
-
-
-@functools.cache
-def _warn_of_logits() -> None:
-    warnings.warn(
-        "a fused model was called for training without labels, so that it builds logits: the trainer computes the loss "
-        "itself, as transformers' does with label_smoothing_factor or compute_loss_func. Leave them out, and smooth by "
-        "lit_fused.fuse(model, loss=lit_fused.LinearCrossEntropyLoss(label_smoothing=0.1))",
-        stacklevel=3,
-    )
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from lit_fused.integrations.fused_pass import FusedPass
@@ -60,7 +60,7 @@ def _against(model: FusedPass) -> str | None:
     layers = blocks(inner)
     if not layers:
         return f"{type(inner).__name__} has no repeated layers (modules in an nn.ModuleList)"
-    if any(getattr(p, "_fsdp_flattened", False) for p in inner.parameters()):  # torch's own mark
+    if any(isinstance(module, FullyShardedDataParallel) for module in inner.modules()):
         return "this was never tested under FSDP1; choose FSDP2"
     if any(hasattr(p, "ds_id") for p in inner.parameters()):  # DeepSpeed's own mark
         return "this was never tested under DeepSpeed's ZeRO 3"

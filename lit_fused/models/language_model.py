@@ -117,9 +117,9 @@ class LanguageModel(nn.Module):
             return token_losses_of_logits(self.logits(batch)[0], self.targets(batch))
         return token_losses(self, batch)
 
-    def run_with(self, function: Callable[[Any, Batch], Any], batch: Batch) -> Any:
-        """Return ``function(self, batch)``. FSDP2 gathers the root's parameters around it."""
-        return function(self, batch)
+    def run_with(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Return ``function(self, *arguments, **named)``. FSDP2 gathers the root's parameters around it."""
+        return function(self, *arguments, **named)
 
     def spot_check(self, batch: Batch) -> None:
         """Compare a slice of a batch's own loss and logits, and their gradients where they are enabled, with those of
@@ -170,14 +170,6 @@ class LanguageModel(nn.Module):
             self.packing = documents_apart.find(self, positions, forms)
         if isinstance(self.packing, UserError) and is_packed(batch):
             raise self.packing
-
-    def generate(self, **arguments: Any) -> Any:
-        """Call the backbone's own ``generate``. FSDP2 gathers the root's parameters around it."""
-        return self.backbone.generate(**arguments)  # type: ignore[operator]
-
-    def call_backbone(self, *arguments: Any, **named: Any) -> Any:
-        """Run the backbone as it is called outside of a loss. FSDP2 gathers the root's parameters around it."""
-        return self.backbone(*arguments, **named)
 
     @property
     def transformers_model(self) -> PreTrainedModel | None:

@@ -109,7 +109,7 @@ class Sharded(Placement):
             for unit in parts:
                 fully_shard(unit, mesh=data, reshard_after_forward=reshards)
             fully_shard(model, mesh=data)
-            methods = "forward prepare spot_check check_packing token_losses run_with generate call_backbone"
+            methods = "forward prepare spot_check check_packing token_losses run_with"
             for method in methods.split():
                 if method != "forward":  # The others run it, too.
                     register_fsdp_forward_method(model, method)

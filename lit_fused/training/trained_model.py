@@ -255,7 +255,9 @@ class TrainedModel(L.LightningModule):
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """Return what the backbone's own forward returns: ``module(input_ids=...)`` has logits, ``(B, T, V)``."""
-        return self.model.call_backbone(*arguments, **named)
+        return self.model.run_with(
+            lambda model, *given, **options: model.backbone(*given, **options), *arguments, **named
+        )
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor | None = None, **options: Any) -> Tensor:
@@ -268,7 +270,8 @@ class TrainedModel(L.LightningModule):
         with evaluation_mode(self.backbone), self.placement.generating(self.device), eager:
             processors = LogitsProcessorList([_refuse_non_finite, *(options.pop("logits_processor", None) or ())])
             given = options if input_ids is None else options | {"input_ids": input_ids}
-            return self.model.generate(logits_processor=processors, **given)
+            given |= {"logits_processor": processors}
+            return self.model.run_with(lambda model, **arguments: model.backbone.generate(**arguments), **given)
 
     def save_pretrained(
         self,

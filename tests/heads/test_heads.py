@@ -1,9 +1,7 @@
 """Head identification by experiment, capture of the head's input, and the forms in which hidden states are found."""
 
 import copy
-from collections import namedtuple
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +20,7 @@ from transformers import (
     LlamaForCausalLM,
     LlamaModel,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutput
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from lit_fused import LinearCrossEntropyLoss, Seq2SeqLanguageModel
 from lit_fused.errors import UserError
@@ -209,11 +207,6 @@ class ChangedLogits(LlamaForCausalLM):
         return output
 
 
-class AddsVector(ChangedLogits):
-    def change(self, logits: Tensor) -> Tensor:
-        return logits + 0.01 * self.gains
-
-
 class TrainableGain(ChangedLogits):
     def change(self, logits: Tensor) -> Tensor:
         return logits * self.gain
@@ -227,16 +220,6 @@ class Cubes(ChangedLogits):
 class HardCap(ChangedLogits):
     def change(self, logits: Tensor) -> Tensor:
         return logits.clamp(-5, 5)
-
-
-class GainPerEntry(ChangedLogits):
-    def change(self, logits: Tensor) -> Tensor:
-        return logits * self.gains
-
-
-class Normalised(ChangedLogits):
-    def change(self, logits: Tensor) -> Tensor:
-        return logits.log_softmax(-1)
 
 
 class DropsPositions(ChangedLogits):
@@ -284,12 +267,6 @@ def with_head(head: nn.Module) -> LlamaForCausalLM:
     return model
 
 
-def with_hook(hook: Any) -> LlamaForCausalLM:
-    model = tiny_llama()
-    model.lm_head.register_forward_hook(hook)
-    return model
-
-
 def with_wrapped_forward() -> LlamaForCausalLM:
     model: Any = tiny_llama()
     own = model.lm_head.forward
@@ -298,12 +275,9 @@ def with_wrapped_forward() -> LlamaForCausalLM:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "adds a vector": (lambda: tiny_llama(AddsVector), "AddsVector .*it adds numbers to its logits"),
     "trainable gain": (lambda: tiny_llama(TrainableGain), "TrainableGain .*a trainable parameter acts on its logits"),
     "cubes": (lambda: tiny_llama(Cubes), "Cubes .*is not a scale, a softcap or a slice"),
     "hard cap": (lambda: tiny_llama(HardCap), "HardCap .*is not a scale, a softcap or a slice"),
-    "a gain per entry": (lambda: tiny_llama(GainPerEntry), "GainPerEntry .*is not a scale, a softcap or a slice"),
-    "log_softmax": (lambda: tiny_llama(Normalised), "Normalised .*it adds numbers to its logits"),
     "drops positions": (lambda: tiny_llama(DropsPositions), r"DropsPositions .*gives \(2, 8, 97\).*are \(2, 1, 97\)"),
     "no logits": (lambda: tiny_llama(NoLogits), "NoLogits .*its output has no logits"),
     "head runs twice": (lambda: tiny_llama(RunsTwice), "RunsTwice .*its output layer ran 2 times in one forward pass"),
@@ -325,11 +299,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "embedding": (lambda: with_head(nn.Embedding(VOCABULARY, WIDTH)), "LlamaForCausalLM .*is an Embedding"),
     "no head": (lambda: LlamaModel(tiny_llama().config), "LlamaModel .*is None.*AutoModelForCausalLM"),
-    "hook that adds": (
-        lambda: with_hook(lambda _, __, logits: logits + 1),
-        "LlamaForCausalLM .*adds numbers to its logits",
-    ),
-    "hook that bends": (lambda: with_hook(lambda _, __, logits: logits.relu()), "LlamaForCausalLM .*is not a scale"),
     "wrapped forward": (with_wrapped_forward, r"LlamaForCausalLM .*does not compute h W\^T \+ b"),
 }
 
@@ -358,7 +327,7 @@ def test_hooks_that_make_the_weight_or_see_gradients_are_refused_where_the_layer
     prune.remove(layer, "weight")
     assert output_layer(plain) is layer
     layer.register_full_backward_hook(lambda layer, inputs, outputs: (0 * inputs[0],))
-    with pytest.raises(UserError, match=r"a hook of the output layer sees its gradients.*weight.register_hook"):
+    with pytest.raises(UserError, match=r"a hook of the output layer .*its gradients.*weight.register_hook"):
         output_layer(plain)
 
 
@@ -376,7 +345,7 @@ def test_forward_hooks_that_change_what_a_layer_returns_are_refused_where_it_doe
     for register, hook in hooks:
         handle = register(hook)
         for build in (lambda layer: LinearCrossEntropyLoss(output_embeddings=layer), lambda layer: output_layer(plain)):
-            with pytest.raises(UserError, match="a hook of the output layer changes its input or output"):
+            with pytest.raises(UserError, match="a hook of the output layer .*changes its input, its output"):
                 build(layer)
         handle.remove()
 
@@ -410,20 +379,6 @@ class OwnOutput:
     last_hidden_state: Tensor
 
 
-class SlottedOutput:
-    __slots__ = ("last_hidden_state",)
-
-    def __init__(self, last_hidden_state: Tensor) -> None:
-        self.last_hidden_state = last_hidden_state
-
-
-class PropertyOutput:
-    @property
-    def hidden_states(self) -> tuple[Tensor, Tensor]:
-        return OTHER, HIDDEN
-
-
-NamedOutput = namedtuple("NamedOutput", ["cache", "last_hidden_state"])
 HIDDEN, OTHER = torch.randn(2, 3, 4), torch.zeros(2, 3, 4)
 
 
@@ -432,26 +387,9 @@ HIDDEN, OTHER = torch.randn(2, 3, 4), torch.zeros(2, 3, 4)
     [
         pytest.param(HIDDEN, id="tensor"),
         pytest.param((HIDDEN, OTHER), id="tuple"),
-        pytest.param([HIDDEN, None], id="list"),
-        pytest.param(
-            {"last_hidden_state": HIDDEN, "hidden_states": (OTHER,)}, id="dict: last_hidden_state comes first"
-        ),
-        pytest.param({"hidden_states": HIDDEN}, id="dict: hidden_states, a tensor"),
-        pytest.param({"hidden_states": (OTHER, HIDDEN)}, id="dict: hidden_states of all layers"),
+        pytest.param({"last_hidden_state": HIDDEN, "hidden_states": (OTHER,)}, id="dict"),
         pytest.param(BaseModelOutputWithPast(last_hidden_state=HIDDEN), id="transformers' output"),
-        pytest.param(
-            BaseModelOutputWithPast(last_hidden_state=HIDDEN, hidden_states=(OTHER, OTHER)),
-            id="transformers' with layers",
-        ),
-        pytest.param(CausalLMOutput(logits=OTHER, hidden_states=(OTHER, HIDDEN)), id="transformers' causal output"),
         pytest.param(OwnOutput(HIDDEN), id="dataclass"),
-        pytest.param(SlottedOutput(HIDDEN), id="slots"),
-        pytest.param(PropertyOutput(), id="property"),
-        pytest.param(NamedOutput(OTHER, HIDDEN), id="named tuple"),
-        pytest.param(
-            SimpleNamespace(hidden_states=(OTHER, OTHER, HIDDEN)), id="object with hidden_states of all layers"
-        ),
-        pytest.param(SimpleNamespace(last_hidden_state=None, hidden_states=[HIDDEN]), id="object with an empty field"),
     ],
 )
 def test_hidden_states_are_found_in_every_form_that_backbones_use(output):

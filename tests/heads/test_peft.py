@@ -5,19 +5,14 @@ Deltas are never zero here: a loss that read only the frozen weight would be rig
 
 import copy
 import math
-import warnings
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import architectures
 import peft
 import pytest
 import torch
-from architectures import Entry
 from composed import composed
 from hydra.utils import instantiate
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_helpers import loader, quiet_trainer
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import VOCABULARY, sharpen, tiny_batch, tiny_llama, tiny_model
@@ -37,7 +32,6 @@ from lit_fused import (
 )
 from lit_fused.app.commands import MODES
 from lit_fused.app.config import check_config
-from lit_fused.callbacks import ExportPretrained
 from lit_fused.heads.probe import UnsupportedHeadError
 from lit_fused.losses import Loss
 
@@ -128,14 +122,6 @@ def test_float32_adapters_on_a_bf16_model_are_as_exact_as_in_pefts_own_forward(d
     assert_exact(model)
 
 
-def test_dropout_draws_the_mask_of_pefts_own_forward_and_another_one_with_another_seed():
-    model = adapted(lora(lora_dropout=0.5)).double()
-    ours = loss_and_gradients(model, LinearCrossEntropyLoss())["loss"]
-    assert ours == pytest.approx(loss_and_gradients(model, CrossEntropyLoss())["loss"].item(), rel=1e-6)
-    assert abs(ours - loss_and_gradients(model, LinearCrossEntropyLoss(), seed=1)["loss"]) > 1e-3
-    assert abs(ours - loss_and_gradients(model.eval(), LinearCrossEntropyLoss())["loss"]) > 1e-3
-
-
 def test_several_active_adapters_add_up_each_with_its_rank_scaling_and_dropout():
     model = adapted()
     model.add_adapter("second", lora(["lm_head"], r=3, lora_alpha=5, use_rslora=True, lora_dropout=0.2))
@@ -204,13 +190,6 @@ def test_loras_dropout_is_no_difference_to_the_spot_check():
     model.prepare(CPU)
     model.spot_check(tiny_batch())
     assert all(module.training for module in model.backbone.modules())
-
-
-def test_the_loss_alone_takes_an_adapted_output_layer():
-    model = adapted(name="llama")
-    loss = LinearCrossEntropyLoss(output_embeddings=model.get_base_model().get_output_embeddings())
-    hidden = model.get_base_model().model(tiny_batch()["input_ids"]).last_hidden_state
-    torch.testing.assert_close(loss.forward_logits(hidden), model(tiny_batch()["input_ids"]).logits)
 
 
 def test_an_encoder_decoder_with_lora_on_its_output_layer_is_exact():
@@ -399,25 +378,6 @@ def test_eight_steps_from_zero_deltas_are_those_of_the_standard_loss(optimizer, 
     assert math.prod(errors[1::2]) <= math.prod(limits[1::2])
 
 
-def checkpointed(folder: Path, **options: Any) -> Any:
-    callbacks = [ModelCheckpoint(folder, save_last=True, every_n_train_steps=2, save_top_k=0)]
-    return quiet_trainer(folder, enable_checkpointing=True, callbacks=callbacks, **options)
-
-
-def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path):
-    batches = [tiny_batch(2, 24), tiny_batch(4, 10)]
-
-    def module(model: Any) -> FusedCausalLMModule:
-        return FusedCausalLMModule(model, scheduler=lambda o: torch.optim.lr_scheduler.ConstantLR(o, 1.0))
-
-    whole, half, resumed = module(adapted()), module(adapted()), module(with_deltas(adapted()))
-    checkpointed(tmp_path / "whole", max_steps=4).fit(whole, loader(batches))
-    checkpointed(tmp_path / "half", max_steps=2).fit(half, loader(batches))
-    checkpointed(tmp_path / "resumed", max_steps=4).fit(resumed, loader(batches), ckpt_path=tmp_path / "half/last.ckpt")
-    for (name, p), q in zip(whole.named_parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(p, q), name
-
-
 def test_only_the_adapters_are_optimised_and_a_model_without_any_to_train_is_refused(tmp_path):
     module = FusedCausalLMModule(adapted())
     quiet_trainer(tmp_path, max_steps=1).fit(module, loader([tiny_batch()]))
@@ -428,22 +388,6 @@ def test_only_the_adapters_are_optimised_and_a_model_without_any_to_train_is_ref
     loaded = PeftModel.from_pretrained(tiny_model("llama"), tmp_path)
     with pytest.raises(UserError, match="no parameter of PeftModelForCausalLM is to be trained.*is_trainable=True"):
         quiet_trainer(tmp_path, max_steps=1).fit(FusedCausalLMModule(loaded), loader([tiny_batch()]))
-
-
-def test_generation_after_training_is_that_of_an_untouched_peft_model_with_the_same_weights(tmp_path):
-    module = FusedCausalLMModule(adapted(), optimizer=partial(torch.optim.AdamW, lr=1e-2))
-    quiet_trainer(tmp_path, max_steps=3).fit(module, loader([tiny_batch()]))
-    untouched = adapted()
-    untouched.load_state_dict(module.backbone.state_dict())
-    prompt = tiny_batch()["input_ids"][:, :5]
-    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
-    expected = untouched.eval().generate(input_ids=prompt, **options)
-    assert torch.equal(module.generate(prompt, **options), expected)
-    assert module.training
-    ids = tiny_batch()["input_ids"]
-    assert torch.equal(module.backbone.eval()(ids).logits, untouched(ids).logits)
-    with module.backbone.disable_adapter():  # type: ignore[operator]
-        assert not torch.equal(module.generate(prompt, **options), expected), "the adapters make a difference"
 
 
 _EXPORTED: dict[str, tuple[str, Any]] = {
@@ -488,13 +432,6 @@ def test_an_export_is_a_plain_model_with_the_adapters_merged_and_beside_it_the_a
     assert not [key for key in merged.state_dict() if "lora" in key]
 
 
-def test_an_export_has_the_output_layer_that_is_tied_to_the_decoders_embedding_alone(tmp_path):
-    model = get_peft_model(architectures.tiny_model(Entry("t5gemma", "seq2seq")), lora("all-linear", task_type=None))
-    FusedSeq2SeqLMModule(with_deltas(model).eval()).save_pretrained(tmp_path / "exported")
-    merged = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "exported").eval()
-    torch.testing.assert_close(merged(**pair_batch()).logits, model(**pair_batch()).logits, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("name", "targets", "whole"),
     [
@@ -510,19 +447,6 @@ def test_an_export_of_an_encoder_decoder_has_all_tables_that_adapters_have_untie
     merged = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "exported").eval()
     batch: Any = pair_batch()
     torch.testing.assert_close(merged(**batch).logits, model(**batch).logits, rtol=1e-4, atol=1e-4)
-
-
-def test_exporting_at_the_end_of_training_leaves_a_model_that_trains_on(tmp_path):
-    export = ExportPretrained(tmp_path / "exported")
-    module = FusedCausalLMModule(adapted())
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*tie_word_embeddings.*")
-        quiet_trainer(tmp_path, max_steps=1, callbacks=[export]).fit(module, loader([tiny_batch()]))
-    weights = [p.clone() for p in module.parameters()]
-    quiet_trainer(tmp_path, max_steps=2).fit(module, loader([tiny_batch()] * 2))
-    moved = [n for (n, p), before in zip(module.named_parameters(), weights, strict=True) if not torch.equal(p, before)]
-    assert moved
-    assert all(".lora_" in name for name in moved)
 
 
 def test_adapters_that_cannot_be_merged_are_exported_alone_with_a_warning(tmp_path):

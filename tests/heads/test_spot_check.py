@@ -331,14 +331,6 @@ def rounds_its_weight(model: Any) -> None:
     model.lm_head.register_forward_hook(after)
 
 
-def clamps_its_gradient(model: Any) -> None:
-    def hook(_: Any, __: Any, output: Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
-
-    model.lm_head.register_forward_hook(hook)
-
-
 def sets(**values: Any) -> Any:
     return lambda model: [setattr(model, name, value) for name, value in values.items()]
 
@@ -352,14 +344,7 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {  # class; what changes, or
     "a z-loss that warms up": (OwnLoss, sets(z=0.1), {}),
     "weights of tokens as an argument": (OwnLoss, None, WEIGHTS),
     "a z-loss with a count of items": (OwnLoss, sets(on_count=0.1), {"num_items_in_batch": 51}),
-    "a forward hook": (LlamaForCausalLM, lambda m: m.lm_head.register_forward_hook(lambda _, __, x: 0.9 * x), {}),
-    "a backward hook": (
-        LlamaForCausalLM,
-        lambda m: m.lm_head.register_full_backward_hook(lambda _, g, __: (0.5 * g[0],)),
-        {},
-    ),
     "a weight that hooks round": (LlamaForCausalLM, rounds_its_weight, {}),
-    "a gradient that a hook clamps": (LlamaForCausalLM, clamps_its_gradient, {}),
 }
 
 

@@ -30,7 +30,6 @@ from transformers import (
 
 import lit_fused
 from lit_fused.heads.probe import without_cache
-from lit_fused.integrations.fuse import _warn_of_logits
 from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss
 
 QUICK = {
@@ -177,16 +176,6 @@ def test_an_argument_that_the_models_own_loss_ignores_is_ignored(name, argument)
     batch[argument] = torch.tensor(7) if argument == "num_items_in_batch" else batch["labels"].flip(-1)
     own = model(**batch).loss
     torch.testing.assert_close(lit_fused.fuse(model)(**batch).loss, own)
-
-
-def test_a_loss_function_that_is_set_later_is_refused_if_it_is_another(model):
-    lit_fused.fuse(model, check_every_n_steps=1)(**BATCH)
-    own = model.loss_function
-    model.loss_function = lambda *args, **kwargs: own(*args, **kwargs)
-    assert model(**BATCH).logits is None
-    model.loss_function = lambda *args, **kwargs: 2 * own(*args, **kwargs)
-    with pytest.raises(lit_fused.UserError, match=r"the own loss of LlamaForCausalLM has a term"):
-        model(**BATCH)
 
 
 def test_copies_for_several_devices_are_refused(model, monkeypatch):
@@ -425,19 +414,6 @@ def test_a_loss_of_another_kind_is_used_or_refused(model):
     ]:
         with pytest.raises(lit_fused.UserError, match=re.escape(message)):
             lit_fused.fuse(tiny("llama"), loss=wrong)
-
-
-def test_the_spot_check_refuses_logits_that_have_changed(model):
-    lit_fused.fuse(model, check_every_n_steps=1)(**BATCH)
-    model.lm_head.register_forward_hook(lambda layer, args, output: output * 2)
-    with pytest.raises(lit_fused.UserError, match=r"not the formula .* train this model unfused"):
-        model(**BATCH)
-
-
-def test_a_trainer_that_computes_the_loss_itself_is_told_of_the_logits(model):
-    _warn_of_logits.cache_clear()
-    with pytest.warns(UserWarning, match="label_smoothing_factor"):
-        assert lit_fused.fuse(model)(BATCH["input_ids"], num_items_in_batch=3).logits is not None
 
 
 def test_the_code_of_the_page_runs_as_it_stands():

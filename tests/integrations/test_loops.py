@@ -33,7 +33,6 @@ from transformers import (
 import lit_fused
 
 LENGTHS = (24, 9, 17, 30, 5, 24, 12, 20)  # Micro-batches have different numbers of tokens.
-STEPS = 4  # of the optimizer, each of two micro-batches of one row
 
 ARGUMENTS: dict[str, Any] = {
     "use_cpu": True,

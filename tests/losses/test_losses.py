@@ -1,7 +1,6 @@
 """The loss strategies: the standalone protocol, agreement with each other, statistics and refusals."""
 
 import functools
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch.nn.functional as F
 from head_cases import grad_of
 from tiny_models import VOCABULARY, WIDTH, sharpen, tiny_backbone, tiny_batch, tiny_model
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_fused import LanguageModel
 from lit_fused.errors import UserError
@@ -22,8 +20,7 @@ from lit_fused.losses import (
     ModelInternalLoss,
     shift_labels,
 )
-from lit_fused.losses.standard import cross_entropy_of_logits
-from lit_fused.ops import linear_cross_entropy, linear_cross_entropy_reference
+from lit_fused.ops import linear_cross_entropy_reference
 
 CPU = torch.device("cpu")
 
@@ -248,14 +245,6 @@ def test_evaluation_measures_the_cross_entropy_beside_what_training_adds_to_it(n
         torch.testing.assert_close(found.stats["nll"].double(), truth())
 
 
-@pytest.mark.parametrize("loss_class", [CrossEntropyLoss, LinearCrossEntropyLoss])
-@pytest.mark.parametrize("option", ["label_smoothing", "z_loss"])
-def test_evaluation_scores_are_plain_likelihoods_whatever_is_trained_on(loss_class, option):
-    plain = LanguageModel(tiny_backbone(), loss_class())
-    trained = LanguageModel(tiny_backbone(), loss_class(**{option: 0.1}))
-    assert torch.equal(trained.token_losses(tiny_batch()), plain.token_losses(tiny_batch()))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -353,7 +342,7 @@ def test_a_batch_without_a_valid_label_costs_zero_and_moves_nothing(loss, name):
 
 
 @pytest.mark.parametrize("method", ["forward", "token_losses"])
-@pytest.mark.parametrize("label", [VOCABULARY, -1, 10**6])
+@pytest.mark.parametrize("label", [VOCABULARY, -1])
 @pytest.mark.parametrize("loss", [*LOSSES.values(), ModelInternalLoss()], ids=[*LOSSES, "model"])
 def test_a_label_outside_the_vocabulary_is_named_with_the_vocabularys_size(loss, label, method):
     model = LanguageModel(tiny_model("llama"), loss)
@@ -414,38 +403,3 @@ def test_a_users_function_of_hidden_states_and_labels_trains_the_same_model():
 
 
 # Checks
-
-
-class Operators(TorchDispatchMode):
-    """Counts the operators on labels and on marks that run within the block, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if args and isinstance(args[0], Tensor) and args[0].dtype in (torch.int64, torch.bool):
-            self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"recompute": True}, {"impl": Filtered(2**-8)}, {"z_loss": 1e-4}],
-    ids=["plain", "recompute", "filtered", "z_loss"],
-)
-def test_labels_are_checked_compared_and_counted_once_in_a_step(options):
-    hidden, layer = hidden_and_layer()
-    labels = torch.randint(VOCABULARY, (3, 20))
-    labels[0, 10:] = -100
-    loss = LinearCrossEntropyLoss(output_embeddings=layer, **options)
-    with Operators() as operators:
-        loss(hidden, labels).backward()
-    for operator in ("aten.all.default", "aten.ne.Scalar"):
-        assert operators.counts[operator] == 1, operator
-    with Operators() as operators:
-        linear_cross_entropy(hidden, layer.weight, labels)
-    assert operators.counts["aten.all.default"] == operators.counts["aten.ne.Scalar"] == 1
-    with Operators() as operators:
-        cross_entropy_of_logits(layer(hidden).flatten(0, 1), labels.flatten())
-    assert operators.counts["aten.all.default"] == operators.counts["aten.ne.Scalar"] == 1

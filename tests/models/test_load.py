@@ -155,20 +155,6 @@ def test_weights_that_would_be_random_or_lost_are_refused(tmp_path: Path) -> Non
             materialize(lit_fused.from_pretrained(folder))
 
 
-def test_a_tied_weight_may_be_stored_under_either_name_and_twice(tmp_path: Path) -> None:
-    model = tiny_model("llama_tied")
-    for case in ("other", "both"):
-        folder = saved(model, tmp_path / case)
-        weights = load_file(folder / "model.safetensors")
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-        if case == "other":
-            del weights["model.embed_tokens.weight"]
-        save_file(weights, folder / "model.safetensors", {"format": "pt"})
-        ours = lit_fused.from_pretrained(folder)
-        materialize(ours)
-        same(ours, model)
-
-
 # The models below are inside of a module.
 
 

@@ -164,12 +164,6 @@ def test_without_packing_a_row_is_a_document_padded_to_the_longest_of_its_batch(
     assert sorted(found) == pieces_of(documents, 16)
 
 
-def test_documents_of_single_tokens_alone_are_refused():
-    store = tokens_of([Encoded(np.array([5])), Encoded(np.array([6]))], VOCABULARY)
-    with pytest.raises(UserError, match="none of the 2 documents has two tokens"):
-        DocumentBlocks(store, 16, pad_token_id=1)
-
-
 # --- a model sees one document at a time -------------------------------------------------------------------------
 
 Gradients = dict[str, Tensor]
@@ -253,13 +247,6 @@ def test_loss_and_gradients_of_packed_documents_are_the_sums_over_the_documents_
     found = sums(backbone, packed(store, 32))
     truth = sums(backbone.double(), alone(store, 32))
     assert error(found, truth) <= max(2 * error(usual, truth), 1e-6)
-
-
-def test_the_comparison_notices_documents_that_see_each_other(store):
-    backbone = sharpen(tiny_model("llama"))
-    truth = sums(backbone, alone(store, 32))
-    mixed = [{name: batch[name] for name in ("input_ids", "labels")} for batch in packed(store, 32)]
-    assert error(sums(backbone, mixed), truth) > 1e-2
 
 
 def test_in_bfloat16_packing_adds_no_more_error_than_rounding(store):

@@ -199,29 +199,6 @@ def test_groups_that_are_cut_into_micro_batches_are_whole(objective, tmp_path):
             assert (weight - whole).norm() <= 1e-6 * whole.norm()  # Llama's norms are float32.
 
 
-def without_answers(batch: dict[str, Tensor], *rows: int) -> dict[str, Tensor]:
-    """A batch in which some completions are not learned from: a group's tokens are those of the others."""
-    labels = batch["labels"].clone()
-    labels[[*rows]] = -100
-    of_group = (labels != -100).sum(-1).view(2, 3).sum(-1).repeat_interleave(3)
-    return batch | {"labels": labels, "group_tokens": of_group.float()}
-
-
-def test_groups_with_completions_that_are_not_learned_from_are_whole_in_micro_batches(tmp_path):
-    batch = without_answers(batch_of(tmp_path, lines()), 1, 5)
-    found = []
-    for size in (6, 1, 4):
-        module = FusedPolicyModule(tiny_model("llama").double(), PolicyLoss("dapo"), *TRAINED)
-        cut = zip(*(value.split(size) for value in batch.values()), strict=True)
-        parts = [dict(zip(batch, values, strict=True)) for values in cut]
-        trainer = fitted(tmp_path, module, parts, accumulate_grad_batches=len(parts), max_epochs=1)
-        found.append((trainer.callback_metrics["train/loss"], [p.detach() for p in module.parameters()]))
-    for loss, weights in found[1:]:
-        torch.testing.assert_close(loss, found[0][0], rtol=1e-6, atol=1e-9)
-        for weight, whole in zip(weights, found[0][1], strict=True):
-            assert (weight - whole).norm() <= 1e-6 * whole.norm()  # Llama's norms are float32.
-
-
 def test_advantages_of_tokens_are_taken_as_they_are(tmp_path):
     rollouts = lines()
     for line in rollouts:
@@ -295,20 +272,6 @@ def test_numbers_of_another_shape_and_missing_ones_are_refused(name, numbers, wo
     for run in (module.model, module.model.spot_check)[: 1 if numbers is None else 2]:
         with pytest.raises(UserError, match=words):
             run(batch)
-
-
-def test_given_advantages_are_normalized_by_groups_without_rewards(tmp_path):
-    rollouts = lines()
-    with_rewards = batch_of(tmp_path, rollouts)
-    for line in rollouts:
-        line["advantage"] = line.pop("reward")
-    model = LanguageModel(tiny_model("llama"), PolicyLoss("dapo"))
-    batch = batch_of(tmp_path, rollouts)
-    expected = model(with_rewards | {"advantages": batch["advantages"]}).loss
-    torch.testing.assert_close(model(batch).loss, expected)
-    del batch["group_tokens"]
-    with pytest.raises(UserError, match="objective=dapo needs advantages, group_size, group_tokens; this batch has"):
-        model(batch)
 
 
 def test_groups_of_one_alone_are_refused_where_completions_are_compared(tmp_path):
