@@ -126,7 +126,6 @@ def test_prompts_and_completions_may_be_messages():
         (pair("a", 3), {}, "prompt and completion must be texts, .* got prompt: 'a', completion: '3'"),
         (pair(["a"], "b"), {}, "prompt and completion must be texts"),
         (pair(None, "b"), {}, "got prompt: 'None', completion: 'b'"),
-        (pair("a b c d", "e"), {"too_long": "refuse"}, "it has 9 tokens, more than data.block_size=4"),
     ],
 )
 def test_a_record_of_another_form_is_refused_with_its_columns_and_what_maps_them(record, options, message):

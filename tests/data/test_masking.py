@@ -194,7 +194,7 @@ def test_a_run_that_is_resumed_within_an_epoch_ends_with_the_weights_of_one_that
     [
         ({"mask_probability": 0.0}, "data.mask_probability must be between 0 and 1"),
         ({"mask_probability": 1.5}, "data.mask_probability must be between 0 and 1"),
-        ({"mask_replaced": 0.9, "mask_random": 0.2}, "together at most 1; got 0.9 and 0.2"),
+        ({"mask_replaced": 1.1}, "data.mask_replaced must be from 0 to 1"),
     ],
 )
 def test_shares_that_are_none_are_refused(options, sentence, tmp_path):

@@ -137,7 +137,7 @@ def test_a_tokenizer_is_trained_on_a_bounded_sample_from_all_of_many_documents_o
 
 def test_an_empty_file_and_a_column_without_text_are_named(tmp_path):
     (tmp_path / "empty.txt").write_text("")
-    assert "no documents, or only empty ones" in refusal(tmp_path / "empty.txt")
+    assert "two different documents are needed" in refusal(tmp_path / "empty.txt")
     (tmp_path / "a.jsonl").write_text('{"text": 1}\n{"text": 2}\n')
     assert "the column 'text' should hold texts, and has 1; set data.text_column" in refusal(tmp_path / "a.jsonl")
     assert "has the columns text, and none of words" in refusal(tmp_path / "a.jsonl", text_column="words")
@@ -200,9 +200,7 @@ def tokens_module(path: Any, **options: Any) -> Any:
     return ready(tokens_data(path=path, **{"vocab_size": 1000, "block_size": 8, "val_fraction": 0.25} | options))
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("a.bin", "uint16"), ("a.bin", "uint32"), ("a.npy", "int64"), ("a.npy", ">u2")]
-)
+@pytest.mark.parametrize(("name", "dtype"), [("a.bin", "uint16"), ("a.bin", "uint32"), ("a.npy", "int64")])
 def test_tokens_are_read_where_they_lie_and_split_at_the_nearest_end_of_a_document(tmp_path, name, dtype):
     tokens = np.tile(np.arange(10), 12)[:115]  # 9 ends a document: at 10, 20, ...
     save = np.save if name.endswith("npy") else (lambda file, array: array.tofile(file))
