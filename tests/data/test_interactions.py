@@ -13,7 +13,7 @@ import torch
 
 from lit_fused import UserError
 from lit_fused.data import InteractionDataModule
-from lit_fused.data.interactions import read_interactions, read_item_map, read_table
+from lit_fused.data.interactions import read_interactions, read_item_map
 
 
 def write(
@@ -27,14 +27,6 @@ def write(
     else:
         pq.write_table(table, path)
     return path
-
-
-def test_a_linked_folder_below_a_folder_of_tables_is_read(tmp_path):
-    for name, user in (("f", 1), ("outside", 2)):
-        (tmp_path / name).mkdir()
-        write(tmp_path / name, [(user, 1, 0), (user, 2, 1)])
-    (tmp_path / "f" / "linked").symlink_to("../outside")
-    assert read_table(tmp_path / "f", ["user"])["user"].to_pylist() == [2, 2, 1, 1]
 
 
 def random_rows(users: int = 20, items: int = 30, most: int = 15, seed: int = 0) -> list[tuple[str, int, int]]:
@@ -53,11 +45,6 @@ def sequences(rows: list[tuple[str, int, int]]) -> dict[str, list[tuple[int, int
     for user, item, time in rows:
         found.setdefault(user, []).append((item, time))
     return {user: sorted(pairs, key=lambda pair: pair[1]) for user, pairs in found.items()}
-
-
-def half_written(_: pa.Table, path: Path) -> None:
-    Path(path).write_bytes(b"PAR1")
-    raise OSError("the disk is full")
 
 
 def predicted(loader: Any, data: InteractionDataModule) -> list[tuple[list[int], int]]:
@@ -166,17 +153,6 @@ def test_a_catalogue_that_grew_keeps_the_numbers_of_known_items(tmp_path):
     assert set(grown.interactions.item_ids.to_pylist()) == {*known, *(item for _, item, _ in more)}
     history = grown.interactions.history(grown.interactions.user_ids.to_pylist().index("new"))
     assert [grown.interactions.item_ids[int(number) - 1].as_py() for number in history] == [5, 6]
-
-
-def test_a_map_of_items_appears_whole_or_not_at_all(tmp_path, monkeypatch):
-    data, path = InteractionDataModule(write(tmp_path, random_rows())), tmp_path / "items.parquet"
-    data.item_map.write_items(path)
-    before = path.read_bytes()
-    monkeypatch.setattr(pq, "write_table", half_written)
-    with pytest.raises(OSError, match="full"):
-        data.item_map.write_items(path)
-    assert path.read_bytes() == before
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["items.parquet", "x.parquet"]
 
 
 def test_weights_stay_with_their_interactions_and_popularity_counts_those_of_training(tmp_path):

@@ -82,31 +82,6 @@ def test_a_long_pair_is_cut_keeping_its_ends_or_skipped(template):
     assert encode(tokenizer, TEXTS[2], "you", block_size=4, too_long="skip") == skipped
 
 
-def test_special_tokens_spelt_out_are_ordinary_text_and_empty_texts_are_left_out():
-    tokenizer = train_tokenizer(["a <|endoftext|> b"] * 3, 300, whole_sequences=True)
-    for source, target in ((True, True), (False, True), (True, False)):
-        record = {"source": "a <|endoftext|> b" * source, "target": "<|pad|> c" * target}
-        (encoded,) = PairEncoder(tokenizer, 100, PairEncoding())([record])
-        if source and target:
-            assert encoded.tokens.tolist().count(0) == 2
-            assert encoded.tokens.tolist().count(1) == 0
-        else:
-            assert encoded.notes == (f"left out: the {'target' if source else 'source'} is empty",)
-            assert len(encoded.tokens) == 0
-
-
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        ({"source": "a", "text": "b"}, "no column target; their columns are source, text; set data.source_column and"),
-        ({"source": 3, "target": "b"}, "source and target must be texts; got .3, 'b'"),
-    ],
-)
-def test_a_pair_that_is_none_is_a_fault(record, message):
-    with pytest.raises(UserError, match=message):
-        PairEncoder(train_tokenizer(["a"], 260, whole_sequences=True), 100, PairEncoding())([record])
-
-
 def test_a_tokenizer_without_an_end_is_refused_and_one_that_is_trained_has_one():
     tokenizer = word_tokenizer()
     tokenizer.eos_token = None
@@ -177,18 +152,3 @@ def test_a_tokenizer_of_whole_sequences_encodes_a_word_alike_wherever_it_stands_
     assert ids[-1] == 0
     assert ids[0] == ids[-2]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "read file read"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"batch_size": 0}, "data.batch_size must be a whole number, 1 or more, got 0"),
-        ({"vocab_size": 257}, "data.vocab_size must be a whole number, 258 or more, got 257"),
-        ({"val_fraction": 1}, "data.val_fraction must be between 0 and 1, exclusive, got 1"),
-        ({"packing": "stream"}, "data.packing must be pairs, got 'stream'"),
-    ],
-)
-def test_a_value_of_pairs_out_of_range_is_refused_by_the_constructor(options, message):
-    with pytest.raises(UserError) as error:
-        pairs_data(path="no/such/file", **options)
-    assert str(error.value) == message

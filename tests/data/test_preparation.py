@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lit_fused.data import TextEncoding, TokenDataModule, tokenized
 from lit_fused.data.split import choose_split
-from lit_fused.data.tokenizer import load_tokenizer, train_tokenizer
+from lit_fused.data.tokenizer import train_tokenizer
 from lit_fused.errors import UserError
 
 DOCUMENTS = [f"document {i}: naïve 日本 {'word ' * (i % 7)}\nand a second line\n" for i in range(60)]
@@ -63,15 +63,6 @@ def test_a_single_document_lends_its_tail_cut_at_a_line_boundary():
     assert train + val == text
     assert train.endswith("\n")
     assert 0.08 < len(val) / len(text) < 0.12
-
-
-@pytest.mark.parametrize("text", ["ab", "no line boundary anywhere", "one\ntwo", "\n\n"])
-@pytest.mark.parametrize("fraction", [1e-9, 0.999999])
-def test_both_splits_of_the_smallest_text_are_non_empty(text, fraction):
-    [train], [val] = sides([text], fraction)
-    assert train
-    assert val
-    assert train + val == text
 
 
 def test_neither_side_of_a_few_documents_is_empty():
@@ -182,12 +173,6 @@ def test_a_tokenizer_that_was_never_downloaded_is_refused_at_once_where_no_hub_a
     assert "data.tokenizer=no/such: http://127.0.0.1:9 does not answer" in message
 
 
-def test_a_tokenizer_in_the_home_folder_is_found(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    train_tokenizer(DOCUMENTS, 300).save_pretrained(tmp_path / "mine")
-    assert len(load_tokenizer("~/mine")) == len(train_tokenizer(DOCUMENTS, 300))
-
-
 def test_a_long_document_is_encoded_in_slices_that_end_with_a_line(monkeypatch):
     monkeypatch.setattr("lit_fused.data.encoding._SLICE", 30)
     encoder = TextEncoding().encoder(train_tokenizer(DOCUMENTS, 300), 0)
@@ -216,15 +201,6 @@ def test_tokens_are_read_where_they_lie_and_split_at_the_nearest_end_of_a_docume
     apart = tokens_module(tmp_path / name, val_path=tmp_path / name, **options)
     assert all_tokens(apart.prepared.train) == all_tokens(apart.prepared.val) == tokens.tolist()
     assert apart.tokenizer is None
-
-
-def test_the_ends_of_documents_come_from_the_tokenizer_where_no_token_is_named(tmp_path):
-    word_tokenizer(eos_token="</s>").save_pretrained(tmp_path / "tokenizer")
-    np.array([3, 2, 4, 5, 2, 6, 2, 7, 8, 2] * 2, np.uint16).tofile(tmp_path / "a.bin")
-    datamodule = tokens_module(tmp_path / "a.bin", vocab_size=9, tokenizer=str(tmp_path / "tokenizer"))
-    assert datamodule.prepared.train.lengths.tolist() == [2, 3, 2, 3, 2, 3]
-    assert datamodule.tokenizer is not None
-    assert datamodule.tokenizer.eos_token == "</s>"
 
 
 @pytest.mark.parametrize(

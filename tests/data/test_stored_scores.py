@@ -106,12 +106,6 @@ def test_scores_of_other_data_and_of_another_order_are_refused(tmp_path):
     assert "or of these in another order (row 0)" in moved
 
 
-def test_what_is_no_file_of_scores_is_refused(tmp_path):
-    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "texts.parquet")
-    with pytest.raises(UserError, match=r"data.scores=.*texts.parquet is no file of scores; write one with mode=score"):
-        StoredScores(tmp_path / "texts.parquet")
-
-
 def half_written(path: Path, header: ScoreHeader, row: dict[str, Tensor]) -> None:
     with ScoreWriter.open(path, header) as file:
         for part in (row, {}):
