@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from commands import TINY_MODEL, text_folder, train
 from data_modules import ready, text_data, tokens_data
-from huggingface_hub import constants
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -164,13 +163,6 @@ def test_a_tokenizer_without_an_end_or_none_at_all_is_refused(tmp_path):
         message = refusal(tmp_path / "a.jsonl", tokenizer=str(folder))
         assert f"no tokenizer could be loaded from data.tokenizer={folder}: " in message
         assert "\n" not in message
-
-
-def test_a_tokenizer_that_was_never_downloaded_is_refused_at_once_where_no_hub_answers(tmp_path, monkeypatch):
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    write_lines(tmp_path / "a.jsonl", DOCUMENTS)
-    message = refusal(tmp_path / "a.jsonl", tokenizer="no/such")
-    assert "data.tokenizer=no/such: http://127.0.0.1:9 does not answer" in message
 
 
 def test_a_long_document_is_encoded_in_slices_that_end_with_a_line(monkeypatch):
