@@ -471,7 +471,11 @@ def test_a_difference_from_the_document_alone_is_noticed_without_any_leak():
         noisy[2, 30] *= 0.99
         assert difference(noisy, long[None], model) is None
     nan = torch.full_like(exact, torch.nan)
-    assert difference(nan, long[None], torch.nn.Linear(1, 1)) is not None
+    model = torch.nn.Linear(1, 1)
+    assert difference(nan, long[None], model) is not None
+    assert difference(exact, 1.001 * long[None], model) is not None
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]
+    assert difference(exact, 1.001 * long[None], model) is None, "its layers round as bfloat16 does"
 
 
 @pytest.mark.slow

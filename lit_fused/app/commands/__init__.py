@@ -22,11 +22,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lit_fused.app.command_line import command_line
 from lit_fused.app.config import check_config, leave_mps, refuse_code_of_folders
-from lit_fused.app.fine_tuning import default_epochs
+from lit_fused.app.defaults import default_epochs, open_values
 from lit_fused.app.ranks import end_with_parent, is_first_rank
 from lit_fused.app.reporting.runs import record_failure
 from lit_fused.app.run_folder import claim, leave_nothing
-from lit_fused.app.run_length import open_values
 from lit_fused.errors import Stopped, UserError, needing
 
 # The module of each mode in this folder. It has a function of the mode's name.
