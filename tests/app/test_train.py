@@ -109,17 +109,6 @@ def test_the_exported_model_and_tokenizer_load_and_continue_text(run):
     assert tokenizer.decode(tokens[0]).startswith("def f(")
 
 
-def test_validating_a_checkpoint_gives_the_loss_that_the_run_ended_with(run):
-    folder, _, overrides = run
-    finished = train(
-        folder, *overrides, "mode=validate", "ckpt_path=out/checkpoints/last.ckpt", "hydra.run.dir=validated"
-    )
-    assert finished.status == 0, finished.output
-    first, second = (json.loads((folder / d / "summary.json").read_text())["metrics"] for d in ("out", "validated"))
-    for name in ("val/loss", "val/perplexity", "val/accuracy", "val/entropy"):
-        assert second[name] == pytest.approx(first[name], rel=1e-6)
-
-
 def test_a_checkpoint_of_another_model_is_refused_in_one_sentence(run):
     folder, _, overrides = run
     finished = train(folder, *overrides, "model.config.hidden_size=32", "ckpt_path=out/checkpoints/last.ckpt")
@@ -179,24 +168,6 @@ def test_the_reversing_experiment_learns_to_reverse_lines_that_it_has_not_seen(t
     assert before["val/accuracy"] < 0.3
     assert after["val/accuracy"] > 0.8
     assert after["val/loss"] < 0.5 * before["val/loss"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        pytest.param(
-            ["module=causal_lm"],
-            "T5ForConditionalGeneration is an encoder-decoder.*module=seq2seq_lm",
-            marks=pytest.mark.slow,
-        ),
-        (["model=llama"], "LlamaForCausalLM is no encoder-decoder; use FusedCausalLMModule .module=causal_lm"),
-    ],
-)
-def test_module_and_model_of_different_kinds_are_refused_with_the_choice_that_fits(overrides, message, tmp_path):
-    finished = train(tmp_path, *REVERSE, reversed_words(tmp_path), *overrides)
-    assert finished.status == 1
-    assert re.search(message, finished.plain), finished.output
-    assert "Traceback" not in finished.output
 
 
 @pytest.mark.slow

@@ -118,6 +118,7 @@ def _silence_other_packages() -> None:
     warnings.showwarning = lambda message, *_, **__: print(f"Warning: {message}", file=sys.stderr)
     # Tokens are read where they lie: there is nothing to load in parallel.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message="Precision .* is not supported by the model summary")
     # Hydra has made the folder.
     warnings.filterwarnings("ignore", message="(Experiment logs|Checkpoint) directory .* exists and is not empty")
     for category in (FutureWarning, DeprecationWarning):  # Libraries announce changes of their own code.

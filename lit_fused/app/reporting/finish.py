@@ -4,6 +4,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import subprocess
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ from lit_fused.callbacks.run_checkpoint import newest_checkpoint
 from lit_fused.training import FusedLMModule
 
 _PACKAGES = ("lit-fused", "torch", "lightning", "transformers", "triton", "cut-cross-entropy", "liger-kernel", "peft")
+_SHOWN = re.compile(r"train/loss$|(val|test)/(?!(z|entropy)$)|throughput/(tokens_per_sec|mfu)$")
 
 
 def write_summary(folder: str, metrics: Mapping[str, float], **more: Any) -> None:
@@ -65,9 +67,8 @@ def report(trainer: L.Trainer, module: FusedLMModule, cfg: DictConfig) -> dict[s
         write_summary(cfg.output_dir, metrics, **more)
         write_run_page(folder)
         console, table = Console(highlight=False), Table(title="Results", show_header=False)
-        for name, value in metrics.items():
-            if name.startswith(("train/loss", "val/", "test/", "throughput/tokens_per_sec", "throughput/mfu")):
-                table.add_row(name, f"{value:,.0f}" if value >= 1000 else f"{value:.4g}")
+        for name in sorted(filter(_SHOWN.match, metrics), key=lambda name: name.startswith("throughput")):
+            table.add_row(name, f"{metrics[name]:,.0f}" if metrics[name] >= 1000 else f"{metrics[name]:.4g}")
         console.print(table)
         places = {"exported model": exported, "report": folder / "report.html"}
         lines = {name: os.path.relpath(place) for name, place in places.items() if place and Path(place).exists()}

@@ -59,7 +59,7 @@ def _write_page(path: Path, runs: list[Run], title: str) -> tuple[list[list[list
     """Write the page; return its tables, as rows of cells, and its picture."""
     from jinja2 import Environment, PackageLoader  # here, because a run that is refused at once does not need it
 
-    keys = differing(run.overrides for run in runs)
+    keys = differing(run.overrides for run in runs) or list(runs[0].overrides)
     compared, tables = [key for key in keys if key != "seed"], [_table([[run] for run in runs], keys, alone=True)]
     groups = _by_configuration(runs, compared)
     if "seed" in keys and len(groups) < len(runs):
@@ -155,6 +155,7 @@ def _draw_phases(axes: Any, lines: list[Line], title: str) -> None:
             bar = axes.barh(row + 0.27 * place, peak, 0.25, color=line.color, alpha=1 - 0.3 * place)
             axes.bar_label(bar, [f"{phase} {peak:.3f}" if peak else ""], padding=3, fontsize=7)
     axes.set_yticks([row + 0.27 for row in range(len(lines))], [line.label for line in lines])
+    axes.grid(axis="y", visible=False)
     axes.margins(x=0.3)
     axes.invert_yaxis()
 
