@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -31,7 +32,7 @@ class SweepReport(Callback):
         # Hydra calls on_multirun_end neither after a job that failed nor after Ctrl-C.
         atexit.register(_show, Path(config.hydra.runtime.cwd, config.hydra.sweep.dir))
 
-    def on_job_end(self, config: DictConfig, **kwargs: Any) -> None:
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         start, hydra = time.monotonic(), config.hydra
         if hydra.mode == RunMode.MULTIRUN and start >= SweepReport._next:
             write_report(Path(hydra.runtime.cwd, hydra.sweep.dir))

@@ -10,6 +10,7 @@ import pytest
 import tools_here
 from commands import SYNTHETIC, TINY_MODEL, train
 from composed import composed
+from hydra.core.utils import JobReturn
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 from PIL import Image
@@ -195,7 +196,7 @@ def test_reports_during_a_sweep_take_a_small_part_of_its_time(tmp_path: Path, mo
     config = OmegaConf.create({"hydra": {"mode": RunMode.MULTIRUN, "runtime": runtime, "sweep": {"dir": "sweep"}}})
     for _ in range(100):  # jobs of a second
         now[0] += 1
-        launching.SweepReport().on_job_end(config)
+        launching.SweepReport().on_job_end(config, JobReturn())
     assert written == [1.0, 61.0]
 
 

@@ -3,6 +3,7 @@
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -89,15 +90,11 @@ def _trained(cfg: DictConfig) -> tuple[FusedLMModule, PreTrainedTokenizerBase, L
         )
     trainer = one_device_trainer(cfg)
     L.seed_everything(cfg.seed, verbose=False)
+    tokenizer = None if cfg.ckpt_path is None else tokenizer_of(run_with(Path(cfg.ckpt_path).absolute()), cfg)
+    if tokenizer is None and cfg.ckpt_path is not None:
+        raise UserError(f"the run of {cfg.ckpt_path} has no tokenizer: its data are tokens; it cannot generate text")
     module = chosen_module(cfg)
-    model = module.model.transformers_model
+    model: Any = module.model.transformers_model
     check_generates(model)
-    if cfg.ckpt_path is not None:
-        tokenizer = tokenizer_of(run_with(Path(cfg.ckpt_path).absolute()), cfg)
-        if tokenizer is None:
-            raise UserError(
-                f"the run of {cfg.ckpt_path} has no tokenizer: its data are tokens; it cannot generate text"
-            )
-    else:
-        tokenizer = load_tokenizer(model.name_or_path)  # type: ignore[union-attr]  (It generates.)
+    tokenizer = tokenizer or load_tokenizer(model.name_or_path)
     return on_device(module, trainer), tokenizer, trainer

@@ -23,7 +23,6 @@ from lit_fused.heads import peft_model
 from lit_fused.models.load import places_of
 from lit_fused.objectives import PreferenceLoss
 from lit_fused.ops.operands import LEAST_GPU_BUDGET_MIB
-from lit_fused.planning import Plan
 
 _GIB = 2**30
 _USABLE = 0.95  # The rest is for the CUDA context, the kernels and fragmentation.
@@ -54,7 +53,7 @@ def plan(cfg: DictConfig) -> None:
     print(*result["notes"], f"written to {path}", sep="\n")
 
 
-def _largest(predict: Callable[[int], Plan], size: int, predicted: Plan, usable: float) -> int:
+def _largest(predict: Callable[[int], Any], size: int, predicted: Any, usable: float) -> int:
     """Return the largest batch size whose peak is not above ``usable`` bytes, from the plan for one size on.
 
     Memory grows about linearly: a line through the last two sizes predicts the largest. Every third size halves the
@@ -78,7 +77,7 @@ def planned(cfg: DictConfig, options: lit_fused.PlanOptions) -> dict[str, Any]:
     return _result(cfg, options, _predictor(cfg, options)(cfg.data.batch_size))
 
 
-def _result(cfg: DictConfig, options: lit_fused.PlanOptions, predicted: Plan) -> dict[str, Any]:
+def _result(cfg: DictConfig, options: lit_fused.PlanOptions, predicted: Any) -> dict[str, Any]:
     return {
         "batch_size": cfg.data.batch_size,
         "block_size": cfg.data.block_size,
@@ -116,7 +115,7 @@ def _of_run(cfg: DictConfig, options: lit_fused.PlanOptions) -> lit_fused.PlanOp
     )
 
 
-def _predictor(cfg: DictConfig, options: lit_fused.PlanOptions) -> Callable[[int], Plan]:
+def _predictor(cfg: DictConfig, options: lit_fused.PlanOptions) -> Callable[[int], Any]:
     """Return the function that predicts the memory for a batch size."""
     module = _module_without_memory(cfg)
     batch_of = partial(_batch, module.model.loss, cfg.data.block_size, cfg.data.get("packing", "stream"))
