@@ -30,7 +30,7 @@ def rate(of_new_weights: float | str, *, _root_: Any) -> float:
 def default_epochs(content: Mapping[str, Any]) -> int | None:
     """Return the epochs of a run whose configuration has neither steps nor epochs; None if it is one by steps."""
     if _name(content, "module") == "FusedRecommenderModule":
-        return 15  # chosen by docs/measurements.md's data, of whose users 250 steps do not see enough
+        return 15  # 250 steps do not see enough users of the data in docs/evidence/runs.md
     if kind_of_weights(content) == "new":
         return None
     # Pairs that are learned by heart win without getting likelier, and rollouts are of the model as it was.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md")
+PAGES = ("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md")
 FILE = re.compile(r"(?<![\w~/.-])(?:lit_fused|conf|tests|tools|docs|examples)/[\w./]*[\w/]")
 NAME = re.compile(r"(?<![\w/])lit_fused(?:\.[A-Za-z_]\w*)+")
 MADE_UP = re.compile(r"\bNAME|mine\.yaml")

@@ -23,7 +23,8 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
-COMMANDS = [line for text in blocks("README.md", "bash") for line in text.splitlines() if "train.py" in line]
+LINES = "\n".join(blocks("README.md", "bash")).splitlines()
+COMMANDS = [line.partition(" # ")[0].strip() for line in LINES if "train.py" in line]
 [TREE] = [text for text in blocks("docs/architecture.md", "") if text.startswith("train.py")]
 
 

@@ -76,7 +76,6 @@ def write_scores(
         temperature=1.0 if of_answers else float(options.temperature),
         vocabulary=model.vocabulary,
         model=name,
-        tokenizer=data.tokenizer_digest,
         shifted=not isinstance(module, FusedSeq2SeqLMModule),
         rows={name: len(rows) for name, rows in sets.items()},
     )
