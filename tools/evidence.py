@@ -266,18 +266,19 @@ def draw(path: Path) -> None:
 
     found = stored("qwen3_memory")
     runs = [run for sweep in found["sweeps"] for run in sweep["runs"] if "shown" in run]
+    pyplot.rcParams.update({"font.size": 12})
     names = [run["shown"].replace(" (", "\n(") for run in runs]
     colors = ["#00796b" if run["loss"] == "chunked" else "#9e9e9e" for run in runs]
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.9), sharey=True, layout="constrained")
+    figure, axes = pyplot.subplots(1, 2, figsize=(8, 4.3), sharey=True, layout="constrained")
     panels = (
-        ("gib", "peak memory, GiB (less is better)", "{:.1f}"),
-        ("tokens_per_sec", "tokens per second (more is better)", "{:,.0f}"),
+        ("gib", "peak memory, GiB", "{:.1f}"),
+        ("tokens_per_sec", "tokens per second", "{:,.0f}"),
     )
     for axis, (key, title, form) in zip(axes, panels, strict=True):
         values = [run[key] for run in runs]
         bars = axis.barh(names, values, color=colors, height=0.7)
         axis.bar_label(bars, [form.format(value) for value in values], padding=4)
-        axis.set_title(title, fontsize=11, loc="left")
+        axis.set_title(title, loc="left")
         axis.set_xlim(0, 1.2 * max(values))
         axis.set_xticks([])
         axis.tick_params(length=0)

@@ -64,7 +64,8 @@ def leave_nothing(folder: Path, *, claimed: bool) -> None:
     with suppress(OSError):
         if {path.name for path in folder.iterdir()} <= (_OF_THE_BEGINNING if claimed else set()):
             shutil.rmtree(folder)
-            folder.parent.rmdir()  # of the day, if this was its only run
+            if folder.absolute().parent != Path.cwd():
+                folder.parent.rmdir()  # of the day, if this was its only run
 
 
 def read_run_file(folder: Path) -> dict[str, Any]:

@@ -155,11 +155,6 @@ class Placement:
         """Return the negative log-likelihood of each position's target, (B, T) float32, 0 where ignored."""
         return model.token_losses(batch)
 
-    def running(self, model: LanguageModel) -> AbstractContextManager[Any]:
-        """Return a context that gives an error of the model's forward or backward a sentence, where it has a cause in
-        how the model lies on devices."""
-        return nullcontext()
-
     def generating(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return a context in which the backbone's ``generate`` works; UserError where it cannot."""
         return nullcontext()

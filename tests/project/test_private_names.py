@@ -42,30 +42,15 @@ LISTED = {
     "_dynamo": "optimize_ddp, and the error of a compiler that fails",
     # callbacks
     "_broadcast_sigterm_tensor": "Lightning's question to all ranks before each batch, which every device waits for",
-    "_batches_that_stepped": "the step by which Lightning's loggers count",
-    "_first_loop_iter": "whether this step was logged",
-    "_last_global_step_saved": "ModelCheckpoint's: no step is saved twice",
-    "_logger_connector": "metrics that the loggers get only after a checkpoint",
-    "_monitor_candidates": "ModelCheckpoint's",
-    "_num_ready_batches_reached": "whether an epoch ends with this batch",
-    "_save_last_checkpoint": "ModelCheckpoint's",
-    "_save_topk_checkpoint": "ModelCheckpoint's",
-    "_should_accumulate": "whether a step ends with this batch",
-    "_should_skip_saving_checkpoint": "ModelCheckpoint's",
     # planning
     "_grouped_mm": "what F.grouped_mm calls, which has no fake form in float32",
     "_python_dispatch": "where torch documents TorchDispatchMode",
     "_subclasses": "FakeTensor: tensors without bytes",
     # parallel, pipeline and training
-    "_configure_launcher": "no strategy of Lightning's lets another rank's data begin elsewhere",
-    "_data_parallel_size": "ModelParallelStrategy's",
     "_data_fetcher": "the iterator of training batches, which a resumed run makes anew after its random numbers",
-    "_device_mesh": "LightningModule's",
     "_foreach_mul_": "one launch for all gradients",
-    "_foreach_norm": "one launch for all gradients",
-    "_init_group": "states are made before a checkpoint fills them",
+    "_init_group": "between it and Adam's update, parameters become the parts that a rank has; no hook is there",
     "_modules": "a stage leaves out children of its model",
-    "_trainer": "LightningModule's",
 }
 
 
