@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from lit_fused.ops.errors import UserError, check_number, check_switches, plain_number
+from lit_fused.ops.user_error import UserError, check_number, check_switches, plain_number
 
 _Options = ParamSpec("_Options")
 _Result = TypeVar("_Result")

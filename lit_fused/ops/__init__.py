@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .cross_entropy import linear_cross_entropy
-    from .errors import UserError
     from .ranking import TopItems, top_items
     from .reference import linear_cross_entropy_reference, linear_distillation_reference, token_scores_reference
     from .scores import TokenScores, token_scores
     from .teacher import TeacherHead, linear_distillation
+    from .user_error import UserError
 
 _PLACES = {
     "linear_cross_entropy": "cross_entropy",
-    "UserError": "errors",
+    "UserError": "user_error",
     "TopItems": "ranking",
     "top_items": "ranking",
     "linear_cross_entropy_reference": "reference",

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from .cross_entropy import loss_of
-from .errors import UserError
 from .kernel_path import HeadCall
 from .options import LossOptions
+from .user_error import UserError
 from .vocabulary_parallel import VocabularyShard
 
 Backend = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]

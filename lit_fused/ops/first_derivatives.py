@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import UserError
+from .user_error import UserError
 
 _NONE = "a fused loss has no second derivatives, and {} asks for them; leave create_graph out, or choose loss=standard"
 

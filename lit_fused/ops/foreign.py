@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .backends import Backend, Requirement, chunked, compiler_missing, cuda_missing, package_missing
-from .errors import UserError
 from .first_derivatives import FirstDerivativeOnly
 from .label_checks import IGNORE_INDEX
+from .user_error import UserError
 
 _HALVES = (torch.bfloat16, torch.float16)
 

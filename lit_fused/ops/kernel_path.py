@@ -1,4 +1,4 @@
-"""What the kernel paths share: a call and its rows, the chunks of logits, and the interface of a path.
+"""A call of a head, its rows, and the interface of the kernel paths that compute it.
 
 C rows of a chunk, N tokens, D hidden, V vocabulary.
 """
@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import UserError
 from .label_checks import IGNORE_INDEX, check_inputs, refuse_meta
 from .options import LossOptions, budget_mib
+from .user_error import UserError
 from .vocabulary_parallel import VocabularyShard
 
 

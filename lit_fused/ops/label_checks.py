@@ -7,8 +7,8 @@ device stops the run.
 import torch
 from torch import Tensor
 
-from .errors import UserError, check_number
 from .triton_available import kernels_can_be_built
+from .user_error import UserError, check_number
 
 IGNORE_INDEX = -100
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

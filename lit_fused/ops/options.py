@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import UserError, check_number, check_switches
+from .user_error import UserError, check_number, check_switches
 from .vocabulary_parallel import VocabularyShard
 
 # The rule of each number: what it must be, whether it is, and a hint. None is allowed where it is the default.

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import UserError, check_number
 from .kernel_path import HeadCall
 from .label_checks import IGNORE_INDEX, check_inputs
 from .operators import one_graph_break
 from .options import LossOptions, budget_mib, chunks, rows_within
 from .products import Products
+from .user_error import UserError, check_number
 from .vocabulary_parallel import VocabularyShard
 
 Ragged = Tensor | Sequence[Any]

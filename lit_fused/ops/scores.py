@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from . import cross_entropy
-from .errors import check_switches
 from .first_derivatives import without_second_derivatives
 from .kernel_path import Chosen, HeadCall, KnownRows, LogitsGradient, Rows
 from .label_checks import IGNORE_INDEX, check_selected
 from .operators import empty_rows, gradient_shapes, one_graph_break, operator
 from .options import LossOptions
+from .user_error import check_switches
 from .vocabulary_parallel import VocabularyShard
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from . import cross_entropy
 from .cross_entropy import LogitsPath, LogitsSums, loss_of
-from .errors import UserError
 from .kernel_path import (
     ForwardResult,
     Gradients,
@@ -36,6 +35,7 @@ from .logits.rows_torch import Chunk
 from .operators import one_graph_break
 from .options import LossOptions, chunk_rows
 from .products import padded
+from .user_error import UserError
 from .vocabulary_parallel import VocabularyShard
 
 

@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import UserError, check_number
 from ..kernel_path import LogitsGradient
 from ..options import refuse_trained
+from ..user_error import UserError, check_number
 from .rows_of_ranks import LOWEST
 from .rows_torch import Chunk, gradient_of_products_, logits_of_products, tiles
 
