@@ -1,6 +1,6 @@
 """Measure what a filtered backward costs and gives: eps and the size of a group against error, kept columns and time.
 
-    python benchmarks/filtered_curve.py --head wide_head.pt --out docs/filtered_curve
+    python benchmarks/filtered_curve.py --head wide_head.pt --out docs/evidence/filtered_curve
     python benchmarks/filtered_curve.py --head wide_head.pt --device cpu --tokens 512 --eps 10 12 --groups 256
 
 The head is a file of ``train_head.py``: hidden states of a model that has been trained, and of the same model before.

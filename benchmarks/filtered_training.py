@@ -1,7 +1,8 @@
 """Try whether training with a filtered head is as good: a small model from scratch, every head, the same seeds.
 
-    python benchmarks/filtered_training.py --text FOLDER_OF_SOURCES --minutes 8 --jobs 4 --out docs/filtered_training
-    python benchmarks/filtered_training.py --out docs/filtered_training      # tables and picture again, of the .json
+    python benchmarks/filtered_training.py --text FOLDER_OF_SOURCES --minutes 8 --jobs 4 \
+        --out docs/evidence/filtered_training
+    python benchmarks/filtered_training.py --out docs/evidence/filtered_training  # tables and picture of the .json
     python benchmarks/filtered_training.py --text FOLDER --losses exact recompute --seeds 0 --steps 20 --device cpu \
         --vocabulary 2048 --hidden-size 64 --layers 1 --tokens 1024 --length 128 --out tiny
 

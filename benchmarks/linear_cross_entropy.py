@@ -1,6 +1,6 @@
 """Every way to a linear cross-entropy side by side in one run: time, memory, and the error that they are judged by.
 
-    python benchmarks/linear_cross_entropy.py --out docs/performance
+    python benchmarks/linear_cross_entropy.py --out docs/evidence/head
     python benchmarks/linear_cross_entropy.py --shapes small --providers chunked cce standard
     python benchmarks/linear_cross_entropy.py --head head.pt          # hidden states of a trained model: train_head.py
     python benchmarks/linear_cross_entropy.py --shapes gpt2_odd --graphs   # the device alone: the host launches nothing
@@ -20,6 +20,7 @@ import gc
 import json
 import platform
 import random
+import shlex
 import statistics
 import sys
 import time
@@ -594,7 +595,7 @@ def main(arguments: list[str] | None = None) -> dict[str, list[Row]]:
         for name, points in memory.items():
             print(f"memory over tokens, {name}:", *(f"{n}: {mib:.0f} MiB" for n, mib in points), sep="  ")
     if options.out:
-        command = "python benchmarks/linear_cross_entropy.py " + " ".join(arguments or sys.argv[1:])
+        command = "python benchmarks/linear_cross_entropy.py " + shlex.join(arguments or sys.argv[1:])
         about = {"command": command, "machine": machine(device)}
         options.out.parent.mkdir(parents=True, exist_ok=True)
         everything = {

@@ -1,6 +1,6 @@
 """Measure what it costs to leave the fast path: dtypes, options and cards that its kernels are not for.
 
-    python benchmarks/other_paths.py --out docs/other_paths.json
+    python benchmarks/other_paths.py --out docs/evidence/other_paths.json
     python benchmarks/other_paths.py --shapes tiny --device cpu
 
 "other cards" is without Hopper's own kernels: what an Ampere, Ada or Blackwell card runs, here on the same card as all

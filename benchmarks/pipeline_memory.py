@@ -3,7 +3,7 @@
     for loss in standard chunked; do
         python train.py experiment=pipeline_memory loss=$loss hydra.run.dir=outputs/pipeline_memory/$loss
     done
-    python benchmarks/pipeline_memory.py outputs/pipeline_memory docs/pipeline_memory.png
+    python benchmarks/pipeline_memory.py outputs/pipeline_memory docs/evidence/pipeline_memory.png
 
 Prints the table as Markdown and draws one bar for each stage and loss, and the line that the project holds itself to:
 what the leanest stage in the middle needs, the output layer's own weight, gradient and optimiser state, and one GiB.

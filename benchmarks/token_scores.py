@@ -1,6 +1,6 @@
 """Log-probabilities per token with gradients, side by side in one run: time, memory, and errors against float64.
 
-    python benchmarks/token_scores.py --out docs/token_scores
+    python benchmarks/token_scores.py --out docs/evidence/token_scores
     python benchmarks/token_scores.py --device cpu --shapes tiny
 
 The objective is a policy gradient: each token's log-probability times a number of its own, and with "entropy" also its

@@ -1,6 +1,6 @@
 """Compare train.py with loops written by hand, one choice at a time, on one GPU or several: tokens/s, MFU, GiB.
 
-    python benchmarks/whole_step.py --out docs/whole_step
+    python benchmarks/whole_step.py --out docs/evidence/whole_step
     python benchmarks/whole_step.py --model qwen3_1_7b --rows 4 --length 4096 --precision bf16-true
     python benchmarks/whole_step.py --cells train.py "train.py strategy=ddp trainer.devices=2"
 

@@ -4,7 +4,7 @@ python examples/float8.py
 
 You see losses more than a nat below that of guessing (ln 32000 = 10.4). On a GPU of compute capability 8.9 or more
 the layers are compiled and their products run in float8; elsewhere torchao emulates them. Evaluation is in float8, too.
-It pays for layers of 2,048 inputs and more (docs/measurements.md). Needs pip install 'lit-fused[float8]'.
+It pays for layers of 2,048 inputs and more (docs/evidence/runs.md). Needs pip install 'lit-fused[float8]'.
 """
 
 from functools import partial

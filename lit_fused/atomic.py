@@ -5,7 +5,7 @@ What is written lies beside its place, with ".partial" added to its name, and is
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -89,12 +89,18 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 def newest_in(folder: Path) -> Path | None:
     """Return the whole checkpoint that was written last into a folder, or None without one."""
+    return newest_of(checkpoints_in(folder))
 
-    def written(path: Path) -> float:
+
+def newest_of(paths: Iterable[str | Path]) -> Path | None:
+    """Return the whole checkpoint that was written last of those at some paths, or None without one."""
+
+    def written(path: str | Path) -> float:
         place = whole_checkpoint(path)
         return (place / REST if place.is_dir() else place).stat().st_mtime
 
-    return max(checkpoints_in(folder), key=written, default=None)
+    newest = max(filter(is_whole, paths), key=written, default=None)
+    return None if newest is None else Path(newest)
 
 
 def is_whole(path: Any) -> bool:

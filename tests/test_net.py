@@ -36,7 +36,7 @@ STEPS = [
     "optimizer.lr=1e-2",
     "trainer.max_steps=20",
     "callbacks.checkpoint.every_n_train_steps=10",
-    "callbacks.checkpoint.save_top_k=-1",
+    "callbacks.checkpoint.keep_all=true",
 ]
 SHORT = [*STEPS, "data.batch_size=4", "~callbacks.sample_text"]
 CAUSAL = [*MODEL, *SHORT, "data.vocab_size=400", "data.block_size=32"]

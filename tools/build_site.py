@@ -21,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LANGUAGES = {".py": "python", ".sbatch": "bash"}
 ROOMS = ("ops", "losses", "training", "callbacks", "data", "heads", "metrics", "parallel")
+ROLE = re.compile(r":\w+:`(?:~(?:[\w.]*\.)?)?([\w.]+)`")  # Sphinx's form of a name in a docstring
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)(#[^)]*)?\)")
 
 
@@ -81,12 +82,17 @@ def reference_pages() -> dict[str, str]:
     return pages | {"api/index.md": head + "\n".join(rows) + "\n"}
 
 
+def without_roles(text: str) -> str:
+    """Return a docstring or a source whose names in Sphinx's roles are plain code: Markdown has no roles."""
+    return ROLE.sub(r"`\1`", text)
+
+
 def example_page(path: Path) -> str:
     """Return the page of an example: its docstring, what it prints, its code."""
     text, name = path.read_text(), path.relative_to(ROOT).as_posix()
     page = f"# {path.name}\n\n"
     if path.suffix == ".py":
-        page += f"{ast.get_docstring(ast.parse(text)) or ''}\n\n"
+        page += f"{without_roles(ast.get_docstring(ast.parse(text)) or '')}\n\n"
     output = path.parent / "printed" / f"{path.stem}.txt"
     if output.exists():
         page += f"## Output\n\n```text\n{output.read_text()}```\n\n"
@@ -114,7 +120,7 @@ def stage(folder: Path) -> Path:
     """Put the pages and the configuration of the site into ``folder`` and return the configuration's path."""
     pages = folder / "docs"
     shutil.copytree(ROOT / "docs", pages, ignore=shutil.ignore_patterns("__pycache__", "*.tables.md"))
-    sources = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md"]
+    sources = ["README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md"]
     sources += [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))]
     for source in sources:
         target = pages / staged_path(source)
@@ -130,7 +136,11 @@ def stage(folder: Path) -> Path:
     for name, text in reference_pages().items():
         (pages / name).parent.mkdir(exist_ok=True)
         (pages / name).write_text(text)
-    config = (ROOT / "mkdocs.yml").read_text().replace("paths: [.]", f"paths: [{json.dumps(str(ROOT))}]")
+    for path in sorted((ROOT / "lit_fused").rglob("*.py")):
+        copy = folder / "source" / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(without_roles(path.read_text()))
+    config = (ROOT / "mkdocs.yml").read_text().replace("paths: [.]", f"paths: [{json.dumps(str(folder / 'source'))}]")
     (folder / "mkdocs.yml").write_text(config)
     return folder / "mkdocs.yml"
 

@@ -6,7 +6,7 @@
 A seed chooses the faults among all places of the rooms' code where one can be: a comparison flipped, ``not`` dropped,
 ``and`` made ``or``, arithmetic swapped, a constant moved, a call dropped, a return value replaced by None. The quick
 tests of the fault's room run in a forked process until the first failure. Kernels are left out: their tests are slow
-ones or need a GPU. docs/reliability_tested.md lists the survivors that change nothing.
+ones or need a GPU.
 """
 
 import argparse

@@ -30,6 +30,7 @@ def class_on_page(library: str) -> Any:
     """Return the class that the page's block of code for a library defines."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     names: dict[str, Any] = {}
+    sys.path.insert(0, str(ROOT / "examples"))
     exec(next(block for block in blocks if f"from {library}" in block), names)
     return next(value for value in reversed(names.values()) if isinstance(value, type))
 

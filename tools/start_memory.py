@@ -1,6 +1,6 @@
 """Measure the memory that a process of an FSDP2 run needs until its weights are there: whole models, late weights.
 
-    PYTHONPATH=tests/helpers python tools/start_memory.py                # docs/parallelism_measured.md: 374M parameters
+    PYTHONPATH=tests/helpers python tools/start_memory.py                # docs/evidence/devices.md: 374M parameters
     PYTHONPATH=tests/helpers python tools/start_memory.py --layers 16 --vocabulary 8000
 
 Starts two processes for each way to build the model; each writes what its resident memory has grown by at

@@ -62,7 +62,7 @@ class ExportPretrained(L.Callback):
         if self.which == "best" and not _monitors(trainer):
             raise UserError(
                 "the best weights are those of a ModelCheckpoint with a monitored metric, and there is none; choose "
-                "callbacks=best, set callbacks.checkpoint.monitor, or callbacks.export.which=last"
+                "callbacks=best, or callbacks.export.which=last"
             )
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

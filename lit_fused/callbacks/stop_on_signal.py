@@ -16,6 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lit_fused.callbacks.run_checkpoint import RunCheckpoint, newest_checkpoint
 from lit_fused.errors import Stopped, resuming
 from lit_fused.parallel import OnTheWay
+from lit_fused.parallel.checkpoint import wait_for_checkpoints
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SAME_S = 1.0  # two signals within this time are one: torchrun passes on the Ctrl-C that its terminal sent as well
@@ -51,7 +52,9 @@ class StopOnSignal(L.Callback):
         self._in_steps = True
 
     def on_train_batch_start(self, *_: Any, **__: Any) -> None:
-        if self._agreed:
+        if self._agreed:  # on all ranks, which name the checkpoint that the first one puts in place
+            wait_for_checkpoints(self._trainer.strategy)
+            self._trainer.strategy.barrier("the last checkpoint")
             self._stop()
 
     on_train_epoch_end = on_validation_start = on_train_batch_start
@@ -60,9 +63,9 @@ class StopOnSignal(L.Callback):
         self._agree(at_once=False)
 
     def on_validation_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        # Several ranks may have different numbers of batches, and what is due is saved after the validation.
-        due = any(saver.is_due(trainer) for saver in self._savers())
-        if self._asked and self._in_steps and trainer.world_size == 1 and not due:
+        # Several ranks may have different numbers of batches. A step that is not saved is saved after the validation.
+        is_saved = all(saver.saved_step == trainer.global_step for saver in self._savers())
+        if self._asked and self._in_steps and trainer.world_size == 1 and is_saved:
             self._stop()
 
     def on_validation_end(self, *_: Any, **__: Any) -> None:

@@ -13,12 +13,6 @@ from lit_fused.callbacks.training_progress import console_beside_bar, total_step
 from lit_fused.parallel.checkpoint import read_rest
 
 _OTHERS = ("lightning.", "lit_fused.")  # Of their callbacks only EarlyStopping and Timer stop a run.
-_REASONS = {
-    EarlyStoppingReason.PATIENCE_EXHAUSTED: "did not improve within its patience",
-    EarlyStoppingReason.STOPPING_THRESHOLD: "passed stopping_threshold",
-    EarlyStoppingReason.DIVERGENCE_THRESHOLD: "passed divergence_threshold",
-    EarlyStoppingReason.NON_FINITE_METRIC: "was not finite",
-}
 
 
 class Best(NamedTuple):
@@ -76,7 +70,7 @@ def _stopper(trainer: L.Trainer, module: L.LightningModule) -> tuple[str, str]:
     """Return the class of what set ``trainer.should_stop``, and why it did."""
     for callback in _callbacks(trainer):
         if isinstance(callback, EarlyStopping) and callback.stopping_reason is not EarlyStoppingReason.NOT_STOPPED:
-            return type(callback).__name__, f"{callback.monitor} {_REASONS[callback.stopping_reason]}"
+            return type(callback).__name__, str(callback.stopping_reason_message).partition(". ")[0]
         left = callback.time_remaining() if isinstance(callback, Timer) else None
         if left is not None and left <= 0:
             return type(callback).__name__, "its time was over"

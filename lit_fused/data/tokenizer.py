@@ -62,19 +62,15 @@ def train_tokenizer(
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a name or folder as ``AutoTokenizer`` does; if the Hub is silent, a downloaded one."""
+    """Load the tokenizer of a name or folder as ``AutoTokenizer`` does."""
     from transformers import AutoTokenizer  # It loads torch, which preparing a text without a given one does not need.
 
-    from lit_fused.models.hub import why_the_hub_is_silent
-
     folder = Path(name).expanduser()
-    silence = None if folder.exists() else why_the_hub_is_silent()  # its client tries for half a minute a file
     try:
         source = str(folder if folder.exists() else name)
-        local = folder.exists() or silence is not None
-        return AutoTokenizer.from_pretrained(source, local_files_only=local, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(source, local_files_only=folder.exists(), trust_remote_code=False)
     except Exception as error:  # tokenizers raises Exception itself for a damaged file
-        reason = silence or str(error).strip().split("\n")[0]
+        reason = str(error).strip().split("\n")[0]
         raise UserError(
             f"no tokenizer could be loaded from data.tokenizer={name}: {reason}; give a folder with tokenizer.json, "
             "a name on the Hugging Face Hub, or data.tokenizer=null to train one on the text"

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 # This is a share of the columns of all tokens. Where none is dropped a filtered step takes 1.6 times an exact one, and
-# where 7 % are kept 0.53 to 0.8 (docs/filtered.md): the two are equal somewhere above a third.
+# where 7 % are kept 0.53 to 0.8: the two are equal somewhere above a third.
 MOST_KEPT = 1 / 3
 # A filtered backward launches some sixty kernels more, which takes the host about as long as a GPU takes for the work
-# that the filter saves at this N x D x V (docs/filtered.md).
+# that the filter saves at this N x D x V.
 LEAST_WORK_OF_A_GPU = 1e12
 # Up to this hidden size the exact head is two to three times as fast as the filtered one, whatever is kept.
 LARGEST_EXACT_OF_A_GPU = 128

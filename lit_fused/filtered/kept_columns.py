@@ -18,7 +18,7 @@ other rows keep columns too. A group that drops more than ``MAX_DROPPED`` of its
 do, where more than a sixteenth of all rows would be exact alone, the groups that have most of them.
 
 G groups, N tokens, V vocabulary, or a rank's part of it. "Gradient" means that of the logits' products, without the
-incoming gradient. docs/filtered.md explains the filter at length.
+incoming gradient. docs/filtered.md explains the filter.
 """
 
 import math
@@ -34,7 +34,7 @@ from lit_fused.ops.options import TILE_ROWS, chunks
 # Columns are kept for a group as one. Smaller groups keep fewer columns at the same eps and have the larger error, in
 # about the same proportion; their products are small, and each gathers its own rows of the weight.
 GROUP_ROWS = 2048
-# The error of a gradient grows with the mass that goes through the correction: docs/filtered.md has the curve.
+# The error of a gradient grows with the mass that goes through the correction: docs/evidence/filtered.md has the curve.
 MAX_DROPPED = 0.1
 MAX_ROW_DROPPED = 0.5
 

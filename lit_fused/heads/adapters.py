@@ -38,8 +38,7 @@ def transformers_model(backbone: nn.Module) -> PreTrainedModel | None:
 
 def without_compilation(backbone: nn.Module) -> nn.Module:
     """Return the module inside ``torch.compile``'s wrapper. A module that is compiled in place has none."""
-    compiled = isinstance(backbone, torch._dynamo.eval_frame.OptimizedModule)
-    return backbone._orig_mod if compiled else backbone  # type: ignore[return-value]
+    return getattr(backbone, "_orig_mod", backbone)
 
 
 def peft_model(backbone: nn.Module) -> Any:

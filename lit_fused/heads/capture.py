@@ -7,18 +7,13 @@ returns its hidden states.
 """
 
 import random
-import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
@@ -28,30 +23,12 @@ PLAIN_SETTINGS = (bool, int, float, str)
 
 
 @contextmanager
-def outputs_by_name(model: nn.Module) -> Iterator[None]:
-    """Set ``config.return_dict`` of a model and its parts in a block: most cannot read one another's tuples."""
-    if getattr(getattr(model, "config", None), "return_dict", True):
-        yield
-        return
-    found = (vars(module).get("config") for module in model.modules())
-    configs: dict[int, Any] = {id(config): config for config in found if not getattr(config, "return_dict", True)}
-    for config in configs.values():
-        config.return_dict = True
-    try:
-        yield
-    finally:
-        for config in configs.values():
-            config.return_dict = False
-
-
-@contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode, with outputs by name, and afterwards each of its modules as it was."""
+    """Put the model into evaluation mode, and afterwards each of its modules as it was."""
     modes = [(module, module.training) for module in model.modules()]  # the modes may differ, as in a frozen tower
     model.eval()
     try:
-        with outputs_by_name(model):
-            yield
+        yield
     finally:
         for module, training in modes:
             module.training = training
@@ -63,8 +40,12 @@ def without_trace(model: nn.Module) -> Iterator[None]:
     its parts (BigBird replaces its attention for good when it gets few tokens) and plain settings."""
     devices = list({p.device for p in model.parameters() if p.is_cuda})
     of_modules = [
-        (m, {**m._modules}, {**m._buffers}, {k: v for k, v in vars(m).items() if isinstance(v, PLAIN_SETTINGS)})
-        for m in model.modules()
+        (
+            module,
+            dict([*module.named_children(), *module.named_buffers(recurse=False)]),
+            {name: value for name, value in vars(module).items() if isinstance(value, PLAIN_SETTINGS)},
+        )
+        for module in model.modules()
     ]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     of_python = random.getstate()
@@ -73,9 +54,10 @@ def without_trace(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             random.setstate(of_python)
-            for module, parts, tensors, settings in of_modules:
-                module._modules.update(parts)
-                module._buffers.update(tensors)
+            for module, parts, settings in of_modules:
+                for name, part in parts.items():
+                    if getattr(module, name) is not part:
+                        setattr(module, name, part)
                 vars(module).update(settings)
             with torch.no_grad():
                 for buffer, before in buffers:
@@ -101,22 +83,6 @@ def replaced_forward(layer: nn.Module, forward: Callable[..., Tensor]) -> Iterat
         del layer.forward
         if own is not None:
             layer.forward = own
-
-
-@contextmanager
-def weights_here(layer: Any, hidden_states: Tensor) -> Iterator[None]:
-    """Load a layer's weights, which Accelerate may have offloaded, until the block ends."""
-    hook = getattr(layer, "_hf_hook", None)
-    if hook is None:
-        yield
-        return
-    hook.pre_forward(layer, hidden_states)
-    layer._hf_hook = sys.modules["accelerate"].hooks.ModelHook()  # A call of the layer would give them away.
-    try:
-        yield
-    finally:
-        layer._hf_hook = hook
-        hook.post_forward(layer, hidden_states)
 
 
 def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -148,10 +114,7 @@ class InputCapture:
         self._replacement = self._keep  # one bound method, the same in every step
 
     def __enter__(self) -> list[Tensor]:
-        self.inputs, self._thread = [], threading.get_ident()
-        # The layer's weight may be offloaded from where it runs.
-        device: Any = getattr(getattr(self.layer, "_hf_hook", None), "execution_device", None)
-        self._device = self.layer.weight.device if device is None else device
+        self.inputs, self._device = [], self.layer.weight.device
         self._replaced = replaced_forward(self.layer, self._replacement)
         self._replaced.__enter__()
         return self.inputs
@@ -169,46 +132,11 @@ class InputCapture:
             raise UnsupportedHeadError(self._model[0], reason) from error
 
     def _keep(self, *args: Any, **kwargs: Any) -> Tensor:
-        if not torch.compiler.is_compiling() and threading.get_ident() != self._thread:  # It generates, for example.
-            return type(self.layer).forward(self.layer, *args, **kwargs)
-        if "adapter_names" in kwargs:
-            raise UserError(
-                "a batch has adapter_names, and one of its adapters is on the output layer, which a fused loss cannot "
-                "follow row by row; activate one adapter for all rows, or choose loss=standard"
-            )
         hidden_states = first_argument(args, kwargs).to(self._device)  # A model on several devices does so.
         self.inputs.append(hidden_states)
         shape = hidden_states.shape[:-1]
         logits = (*shape, 1) if self.head.is_by_position else (*(1 for _ in shape), self.head.width)
         return hidden_states.new_full(logits, torch.nan)
-
-
-class TensorUse(TorchFunctionMode):
-    """Lists, in a ``with`` block, which functions of torch take one of some tensors, and their results."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.tensors = {id(tensor): tensor for tensor in tensors}
-        self.used: list[tuple[Callable[..., Any], Tensor, Any]] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        taken = [self.tensors[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self.tensors]
-        self.used += [(func, tensor, result) for tensor in taken]
-        return result
-
-
-@contextmanager
-def uses_of_square(weight: Tensor) -> Iterator[list[Tensor]]:
-    """List the tensors that torch's functions, but for the embedding, make of a weight (D, D) in a block. With any
-    other weight, hidden states and logits differ in width, and the list stays empty."""
-    made: list[Tensor] = []
-    if weight.shape[0] != weight.shape[1]:
-        yield made
-        return
-    with TensorUse([weight]) as use:
-        yield made
-    made += [result for function, _, result in use.used if function is not F.embedding and isinstance(result, Tensor)]
 
 
 def graph_leaves(node: Any) -> Iterator[Tensor]:
@@ -239,20 +167,16 @@ def router_loss(model: nn.Module, output: Any) -> Tensor | None:
 
 
 def extract_hidden_states(output: Any, backbone_name: str) -> Tensor:
-    """Return the hidden states (..., D) in what a backbone's forward returned; list the known forms if it has none."""
-    get = output.get if isinstance(output, Mapping) else lambda name: getattr(output, name, None)
-    candidates = (get("last_hidden_state"), _entry(get("hidden_states"), -1), _entry(output, 0))
-    found = output if isinstance(output, Tensor) else next((c for c in candidates if c is not None), None)
+    """Return the hidden states (..., D) in what a backbone's forward returned: a tensor, a tuple that begins with it,
+    or a mapping or an object that has it as "last_hidden_state"."""
+    named = output.get if isinstance(output, Mapping) else lambda name: getattr(output, name, None)
+    found = output[0] if isinstance(output, tuple | list) and output else output
+    found = found if isinstance(found, Tensor) else named("last_hidden_state")
     if not isinstance(found, Tensor) or not found.is_floating_point():
         keys = f" with {sorted(output)}" if isinstance(output, Mapping) else ""
         raise UserError(
             f"{backbone_name} returned {type(output).__name__}{keys}, in which no hidden states were found; its "
-            "forward should return a tensor (..., D), a tuple whose first element is one, a dict with "
-            "'last_hidden_state' or 'hidden_states', or an object with one of these as attribute (of several layers' "
-            "hidden_states the last is taken)"
+            "forward should return a tensor (..., D), a tuple whose first element is one, or an object or a dict with "
+            "'last_hidden_state'"
         )
     return found
-
-
-def _entry(value: Any, index: int) -> Any:
-    return value[index] if isinstance(value, tuple | list) and value else value

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
@@ -34,13 +35,11 @@ from lit_fused.heads.adapters import (
 )
 from lit_fused.heads.capture import (
     InputCapture,
-    TensorUse,
     UnsupportedHeadError,
     first_argument,
     graph_leaves,
     probing,
     replaced_forward,
-    weights_here,
 )
 from lit_fused.heads.spec import OutputHead
 
@@ -89,36 +88,36 @@ def supported_layer(layer: nn.Module, owner: nn.Module) -> nn.Module:
         plain = layer.original_module
         if getattr(plain, "bias", None) is not None:  # PEFT's own forward leaves the bias out
             reason = "has a bias beside the rows that PEFT trains (trainable_token_indices)"
-    made = "weight" not in plain._parameters and bool(plain._forward_pre_hooks)  # by a hook, as pruning does
-    seen = plain._backward_hooks or plain._backward_pre_hooks
-    if not isinstance(owner, PreTrainedModel) and (made or seen or _has_changing_hooks(plain)):
-        what, instead = (
-            ("makes its weight", "make a pruned weight permanent (torch.nn.utils.prune.remove)")
-            if made
-            else ("sees its gradients", "hook its weight instead (weight.register_hook)")
-            if seen
-            else ("changes its input or output", "change the hidden states that the model returns")
-        )
-        raise UserError(
-            f"a hook of the output layer {what} when the layer runs, and in a {type(owner).__name__} it does not run: "
-            f"the loss applies the weight itself; {instead}"
-        )
     reason = reason or _why_not_plain(plain)
     if reason is not None:
         raise UnsupportedHeadError(owner, f"its output layer {reason}")
+    if not isinstance(owner, PreTrainedModel) and _is_changed_by_hooks(plain):
+        raise UserError(
+            "a hook of the output layer makes its weight, or changes its input, its output or its gradients when the "
+            f"layer runs, and in a {type(owner).__name__} it does not run: the loss applies the weight itself. Change "
+            "the hidden states that the model returns, hook the weight (weight.register_hook), or make a pruned weight "
+            "permanent (torch.nn.utils.prune.remove)"
+        )
     return layer
 
 
-@torch.no_grad()
-def _has_changing_hooks(layer: Any) -> bool:
-    """Return whether forward hooks make a whole linear layer another function; those of FSDP2 must not run here."""
-    hooks, weight = layer._forward_hooks or layer._forward_pre_hooks, getattr(layer, "weight", None)
-    if not hooks or not isinstance(layer, nn.Linear) or isinstance(layer, FSDPModule):
+def _is_changed_by_hooks(layer: nn.Module) -> bool:
+    """Return whether hooks give a linear layer its weight, or another output or gradient than its own forward has.
+    FSDP2's must not run here."""
+    weight = getattr(layer, "weight", None)
+    if not isinstance(layer, nn.Linear) or isinstance(layer, FSDPModule) or type(weight) not in (nn.Parameter, Tensor):
         return False
-    if type(weight) is not nn.Parameter or weight.is_meta:
+    if "weight" not in dict(layer.named_parameters(recurse=False)):
+        return True
+    if weight.is_meta:
         return False
-    some = torch.linspace(-1, 1, layer.in_features, device=weight.device).to(weight.dtype)[None, None]
-    return not torch.allclose(layer(some), layer.forward(some), equal_nan=True)
+    found = []
+    with torch.inference_mode(False), torch.enable_grad():
+        for run in (layer, layer.forward):
+            some = torch.linspace(-1, 1, layer.in_features, device=weight.device).to(weight.dtype)[None, None]
+            output = run(some.requires_grad_())
+            found += [output.detach(), *torch.autograd.grad(output.sum(), some)]
+    return not all(torch.allclose(a, b, equal_nan=True) for a, b in zip(found[:2], found[2:], strict=True))
 
 
 def _why_not_plain(layer: Any) -> str | None:
@@ -191,8 +190,7 @@ def identify_head(model: nn.Module, batch: Mapping[str, Any] | None = None) -> O
                 raise UnsupportedHeadError(inner, "what it does to its logits is not a scale, a softcap or a slice")
         own, float32 = torch.finfo(raw.dtype).eps, torch.finfo(torch.float32).eps
         rounding = 50 * max(own, float32)
-        with weights_here(layer, hidden):
-            output, logits = head.output(hidden), head.logits(hidden)
+        output, logits = head.output(hidden), head.logits(hidden)
         # Rounding differs from entry to entry; its norm shows a factor that single entries would hide.
         if (
             not _close(output, raw, rounding)
@@ -240,11 +238,13 @@ def _honest_forward(
     and parameters, frozen or like a bias, that it used after the layer, as module and name."""
     calls: list[tuple[Tensor, Tensor]] = []
     own_forward = layer.forward
-    of_modules = ((m, [*m._buffers.items(), *m._parameters.items()]) for m in model.modules())
-    owners = {id(t): (m, name) for m, tensors in of_modules for name, t in tensors if t is not None}
+    owners: dict[int, tuple[nn.Module, str]] = {}
+    for module in model.modules():
+        for name, tensor in (*module.named_buffers(recurse=False), *module.named_parameters(recurse=False)):
+            owners[id(tensor)] = module, name
     may_be_bias = torch.Size(layer.weight.shape[:1])  # type: ignore[index]
     tensors = [*model.buffers(), *model.parameters()]
-    use = TensorUse(t for t in tensors if not t.requires_grad or t.shape == may_be_bias)
+    use = _Used(t for t in tensors if not t.requires_grad or t.shape == may_be_bias)
     with ExitStack() as after_the_layer:
 
         def recording(*args: Any, **kwargs: Any) -> Tensor:
@@ -256,7 +256,7 @@ def _honest_forward(
 
         with replaced_forward(layer, recording):
             logits = getattr(model(**batch), "logits", None)
-    behind = list(dict.fromkeys(owners[id(tensor)] for _, tensor, _ in use.used))
+    behind = list(dict.fromkeys(owners[id(tensor)] for tensor in use.used))
     if not isinstance(logits, Tensor):
         raise UnsupportedHeadError(model, "its output has no logits")
     if len(calls) != 1:
@@ -266,6 +266,25 @@ def _honest_forward(
         shapes = f"gives {tuple(raw.shape)} but its logits are {tuple(logits.shape)}"
         raise UnsupportedHeadError(model, f"its output layer {shapes}")
     return hidden, raw, logits.float(), behind
+
+
+class _Used(TorchFunctionMode):
+    """Lists, in a ``with`` block, which of some tensors torch's functions take."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.tensors, self.used = {id(tensor): tensor for tensor in tensors}, list[Tensor]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._note((*args, *(kwargs or {}).values()))
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if id(value) in self.tensors:
+                self.used.append(self.tensors[id(value)])
+            elif isinstance(value, tuple | list):
+                self._note(value)
 
 
 def _known_numbers(raw: Tensor) -> Tensor:

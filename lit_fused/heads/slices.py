@@ -1,7 +1,6 @@
-"""Parts of a spot check: the slice of a batch, the model afterwards as it was, and its graph cut before the head."""
+"""Parts of a spot check: the slice of a batch, and the graph of a model cut before its output layer."""
 
 import copy
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -47,54 +46,32 @@ def slice_of(batch: Mapping[str, Any], targets: Tensor, vocabulary: int) -> dict
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of a cache, into which a forward pass writes (PEFT's prefix tuning makes one for each batch), and
-    of the tensors in it. Other values are returned as they are."""
+    """Return a copy of a cache: a forward pass writes into it, and PEFT's prefix tuning makes one for each batch. Other
+    values are returned as they are."""
     if isinstance(value, list):
         return [copied(inner) for inner in value]
     if isinstance(value, dict):
         return {name: copied(inner) for name, inner in value.items()}
-    if isinstance(value, Cache | CacheLayerMixin):
-        found = copy.copy(value)
-        vars(found).update({name: _cloned(inner) for name, inner in vars(value).items()})
-        return found
-    return value
+    if not isinstance(value, Cache | CacheLayerMixin):
+        return value
+    found = copy.copy(value)
+    vars(found).update({name: copied(inner) for name, inner in vars(value).items()})
+    return found
 
 
-def _cloned(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else copied(value)
+@contextmanager
+def leaf_before(layer: nn.Module) -> Iterator[list[Tensor]]:
+    """Cut the graph before a layer in a block: its calls get a leaf in place of their input, before the layer's own
+    hooks. The list has these leaves."""
+    leaves: list[Tensor] = []
 
+    def replace(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        leaf = first_argument(args, kwargs).detach().requires_grad_(torch.is_grad_enabled())
+        leaves.append(leaf)
+        return ((leaf, *args[1:]), kwargs) if args else ((), kwargs | {next(iter(kwargs)): leaf})
 
-class Leaf:
-    """The input of a layer, cut from the graph before it, with the random numbers that the layer then draws."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self.layer, self._thread = layer, threading.get_ident()
-        self.value = torch.empty(0)
-
-    @contextmanager
-    def of_calls(self) -> Iterator[None]:
-        """Give the layer a leaf in place of its input, before its own hooks, in calls in a block."""
-        handle = self.layer.register_forward_pre_hook(self._replace, prepend=True, with_kwargs=True)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def _replace(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
-        if threading.get_ident() != self._thread:  # It generates, for example.
-            return None
-        value = first_argument(args, kwargs).detach()
-        self.value = value.requires_grad_(torch.is_grad_enabled())
-        self.state = torch.get_rng_state(), torch.cuda.get_rng_state(value.device) if value.is_cuda else None
-        return ((self.value, *args[1:]), kwargs) if args else ((), kwargs | {next(iter(kwargs)): self.value})
-
-    def call_again(self) -> Any:
-        """Call the layer alone, with the input and the random numbers that it had."""
-        self.draw_again()
-        return self.layer(self.value)
-
-    def draw_again(self) -> None:
-        """Go back to the random numbers that the layer had."""
-        torch.set_rng_state(self.state[0])
-        if self.state[1] is not None:
-            torch.cuda.set_rng_state(self.state[1], self.value.device)
+    handle = layer.register_forward_pre_hook(replace, prepend=True, with_kwargs=True)
+    try:
+        yield leaves
+    finally:
+        handle.remove()

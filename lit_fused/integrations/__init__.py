@@ -1,1 +1,1 @@
-"""Training loops of other libraries: one call, or one base class, gives their model a loss without logits."""
+"""Training loops of other libraries: one call gives their model a loss without logits."""

@@ -9,8 +9,6 @@ import dataclasses
 import functools
 import inspect
 import re
-import threading
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,7 +23,6 @@ from transformers.integrations.fsdp import is_fsdp_enabled
 
 from lit_fused.errors import UserError, check_choice, check_number
 from lit_fused.heads import OutputHead, transformers_model
-from lit_fused.heads.capture import outputs_by_name
 from lit_fused.integrations.fused_pass import FusedPass, FusedSeq2SeqPass
 from lit_fused.integrations.trl_head import can_score, trl_settings
 from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, Loss, ModelInternalLoss, as_loss
@@ -123,7 +120,6 @@ class FusedForward:
     def __init__(self, model: PreTrainedModel, loss: Loss, compile: str, check_every_n_steps: int) -> None:
         self.model, self.loss, self.compile, self.check_every_n_steps = model, loss, compile, check_every_n_steps
         self.is_on = True
-        self.turn = threading.RLock()  # of the thread whose call has labels: it replaces the output layer's forward
         self.layers: Any = None  # CompiledLayers, from the first training step on a GPU on
         self._wrapped = model.__dict__.get("forward")  # None unless another tool has wrapped the instance
 
@@ -139,20 +135,8 @@ class FusedForward:
                 return self.own(*args, **kwargs)
             return _with_scores(self, arguments, settings, torch.compiler.is_compiling())
         if arguments.get("labels") is None:
-            if torch.is_grad_enabled() and arguments.get("num_items_in_batch") is not None:
-                _warn_of_logits()
             return self.own(*args, **kwargs)
-        if torch.compiler.is_exporting():
-            raise UserError(
-                "torch.export cannot follow the loss of a fused model, which looks at its numbers: export a call "
-                "without labels, or call lit_fused.unfuse(model) before"
-            )
         return _with_labels(self, arguments, torch.compiler.is_compiling())
-
-    @property
-    def __code__(self) -> Any:
-        """The code object of a forward, which torch.export looks up."""
-        return type(self).__call__.__code__
 
     @property
     def own(self) -> Callable[..., Any]:
@@ -177,10 +161,10 @@ class FusedForward:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy identifies its own head, and compiles its own layers.
-        return {name: value for name, value in self.__dict__.items() if name not in ("language", "turn", "layers")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("language", "layers")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, turn=threading.RLock(), layers=None)
+        self.__dict__.update(state, layers=None)
 
     def restore(self) -> None:
         """Give the model its own forward again."""
@@ -199,7 +183,7 @@ class FusedForward:
         is_step = self.model.training and torch.is_grad_enabled() and self.model.device.type in _COMPILED_ON
         if self.compile == "auto" and self.layers is None and is_step and not is_traced:
             self.layers = _compiled(self.language)
-        with nullcontext() if self.layers is None else self.layers.in_use(), outputs_by_name(self.model):
+        with nullcontext() if self.layers is None else self.layers.in_use():
             return self.language.captured(head, run)
 
     captured = one_graph_break(captured, recursive=False)
@@ -228,19 +212,19 @@ def _compiled(language: FusedPass) -> Any:
 
 def _with_labels(forward: FusedForward, batch: dict[str, Any], is_traced: bool) -> Any:
     language = forward.language
-    with _in_words_of_fuse(), forward.turn:
+    with _in_words_of_fuse():
         with forward.as_it_was():
             head, inputs = language.begin(batch)
         language.check(batch)
         inputs, output = forward.captured(head, functools.partial(forward.own, **inputs), is_traced=is_traced)
         loss = language.finish(batch, inputs, head, output)
-    return _answer(loss, output, batch.get("return_dict", getattr(forward.model.config, "return_dict", True)))
+    return _answer(loss, output, batch.get("return_dict"))
 
 
 def _with_scores(forward: FusedForward, arguments: dict[str, Any], settings: dict[str, Any], is_traced: bool) -> Any:
     language = forward.language
     batch = arguments | {"fused_lm_head": None}
-    with _in_words_of_fuse(), forward.turn:
+    with _in_words_of_fuse():
         with forward.as_it_was():
             head, inputs = language.begin(batch)
         if batch.get("labels") is not None:
@@ -258,23 +242,8 @@ _with_labels = one_graph_break(_with_labels, recursive=False)
 _with_scores = one_graph_break(_with_scores, recursive=False)
 
 
-@functools.cache
-def _warn_of_logits() -> None:
-    warnings.warn(
-        "a fused model was called for training without labels, so that it builds logits: the trainer computes the loss "
-        "itself, as transformers' does with label_smoothing_factor or compute_loss_func. Leave them out, and smooth by "
-        "lit_fused.fuse(model, loss=lit_fused.LinearCrossEntropyLoss(label_smoothing=0.1))",
-        stacklevel=3,
-    )
-
-
 @contextmanager
 def _in_words_of_fuse() -> Iterator[None]:
-    if torch._C._are_functorch_transforms_active():
-        raise UserError(
-            "a fused model does not run in a transform of torch.func: call lit_fused.unfuse(model) before, or compute "
-            "the loss there by lit_fused.linear_cross_entropy, which does"
-        )
     try:
         yield
     except UserError as error:
@@ -292,26 +261,4 @@ def _answer(loss: Tensor, output: Any, return_dict: bool | None) -> Any:
         answer[name] = value
     if return_dict is False:
         return answer.to_tuple()
-    if not torch.is_grad_enabled():
-        # transformers' Trainer makes predictions of all entries of the dictionary; the attribute stays None.
-        OrderedDict.__setitem__(answer, "logits", torch.empty(0, dtype=torch.int8).as_subclass(_NoLogits))
     return answer
-
-
-class _NoLogits(Tensor):
-    """Stands for logits that were never built, and tells so whoever computes with it."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ in ("__get__", "is_floating_point", "to"):  # Wrappers ask for its dtype, and move it.
-            return super().__torch_function__(func, types, args, kwargs)
-        raise UserError(
-            "a fused model builds no logits where it gets labels, and this evaluation wants them, for its metrics for "
-            "example: evaluate with prediction_loss_only=True, or call lit_fused.unfuse(model) before"
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self  # Fabric copies what a model returns.
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return "no logits"

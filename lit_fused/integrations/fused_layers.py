@@ -3,14 +3,13 @@
 By then the loop has moved the model and wrapped it, so that it can be seen whether anything is against it.
 """
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from lit_fused.integrations.fused_pass import FusedPass
@@ -23,7 +22,7 @@ class CompiledLayers:
 
     def __init__(self, model: FusedPass) -> None:
         self._parts: list[nn.Module] = []
-        self._thread: int | None = None  # the one that runs the model for a loss
+        self._is_in_use = False  # by a forward pass for a loss
         if model.is_compiled:  # by its owner
             return
         reason = _against(model)
@@ -39,16 +38,16 @@ class CompiledLayers:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Run the layers compiled in a block, also without gradients."""
-        self._thread = threading.get_ident()
+        self._is_in_use = True
         try:
             with in_one_piece() if self._parts else nullcontext():
                 yield
         finally:
-            self._thread = None
+            self._is_in_use = False
 
     def _is_eager(self) -> bool:
         """Return whether the layers run uncompiled: generation would compile them for each new length."""
-        return not torch.is_grad_enabled() and self._thread != threading.get_ident()
+        return not torch.is_grad_enabled() and not self._is_in_use
 
     def take_back(self) -> None:
         """Let the layers run uncompiled from now on."""
@@ -61,7 +60,7 @@ def _against(model: FusedPass) -> str | None:
     layers = blocks(inner)
     if not layers:
         return f"{type(inner).__name__} has no repeated layers (modules in an nn.ModuleList)"
-    if any(getattr(p, "_fsdp_flattened", False) for p in inner.parameters()):  # torch's own mark
+    if any(isinstance(module, FullyShardedDataParallel) for module in inner.modules()):
         return "this was never tested under FSDP1; choose FSDP2"
     if any(hasattr(p, "ds_id") for p in inner.parameters()):  # DeepSpeed's own mark
         return "this was never tested under DeepSpeed's ZeRO 3"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lit_fused.heads import OutputHead, output_layer
-from lit_fused.heads.capture import router_loss, weights_here
+from lit_fused.heads.capture import router_loss
 from lit_fused.heads.probe import without_cache
 from lit_fused.heads.with_labels import ignored_by_own_loss, labels_are_shifted_by, makes_no_decoder_inputs
 from lit_fused.integrations.trl_head import scored
@@ -34,7 +34,6 @@ class FusedPass(LanguageModel):
     check_every_n_steps = 100
     _mode: bool | None = None  # of the last call: True in training
     _calls = 0  # in training
-    _checked: frozenset[bool] = frozenset()  # modes
     _captured: tuple[Tensor, OutputHead, Tensor | None] | None = None
 
     captured = one_graph_break(LanguageModel.captured, recursive=False)  # The model's forward runs in it.
@@ -72,8 +71,7 @@ class FusedPass(LanguageModel):
         else:
             is_due = is_first
         if is_due:
-            is_new, self._checked = self._mode not in self._checked, self._checked | {self._mode}
-            self.spot_check(batch, thorough=is_new)
+            self.spot_check(batch)
 
     def read(self, batch: Batch) -> dict[str, Any]:
         """Return a batch as the model's own loss reads it."""
@@ -96,8 +94,7 @@ class FusedPass(LanguageModel):
         batch, hidden_states = self.read(batch), self.only(inputs)
         self._captured = hidden_states, head, router_loss(model, output)
         try:
-            with weights_here(head.layer, hidden_states):
-                yield hidden_states, batch
+            yield hidden_states, batch
         finally:
             self._captured = None
 
@@ -146,9 +143,7 @@ class FusedPass(LanguageModel):
         if inputs.get("use_cache") is None and inputs.get("past_key_values") is None:
             # A loss needs no cache, and beside one transformers does not see that positions mark packed documents.
             inputs |= without_cache(self.transformers_model)  # type: ignore[arg-type]
-        if batch.get("return_dict") is None and getattr(self.transformers_model.config, "return_dict", True):  # type: ignore[union-attr]
-            return inputs
-        return inputs | {"return_dict": True}
+        return inputs if batch.get("return_dict") is None else inputs | {"return_dict": True}
 
 
 def _stay_gathered(layer: nn.Module) -> None:

@@ -14,21 +14,20 @@ that copies its input. Training opens it. So the first of these comparisons is m
 with noise added to them.
 """
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils.generic import is_flash_attention_requested
 
 from lit_fused.errors import UserError
 from lit_fused.heads.capture import probing
+from lit_fused.heads.probe import PLAIN_WEIGHTS
 
 # A model receives its documents as positions, of which it makes masks or FlexAttention's blocks; or as finished masks.
 Form = Literal["blocks", "positions", "masks"]
@@ -84,7 +83,7 @@ def find(model: Any, positions: Tensor, forms: Iterable[Form]) -> Form | UserErr
         for form in forms:
             model.packing = form
             try:
-                with WithNoise():
+                with _noise_in(model.backbone):
                     with_noise = seen_by_loss(packed)[0]
                 seen = seen_by_loss(packed)[0], seen_by_loss(alone)[0]
                 fault = difference(*seen, model.backbone, with_noise)
@@ -117,42 +116,22 @@ def experiment(length: int, vocabulary: int, device: torch.device) -> tuple[dict
     return {"input_ids": rows, "labels": rows, "position_ids": positions}, {"input_ids": alone, "labels": alone}
 
 
-class WithNoise(TorchFunctionMode):
-    """Makes the functions that are called in a ``with`` block see noise added to every parameter that they are given.
-
-    The parameters stay as they are, also where a strategy manages them, and only one sum exists at a time.
-    Entries of a matrix get noise that keeps the size of its inputs, others a tenth. Random numbers are its own.
-    """
-
-    # These act on the parameter itself. A view that an attribute is (weight.T) gets its noise where it is used.
-    _NOT_COMPUTED = re.compile(r"__(get|set|setitem|deepcopy|reduce_ex)__|[^_].*[^_]_|.*storage.*|data_ptr")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._seeds: dict[int, int] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._NOT_COMPUTED.fullmatch(getattr(func, "__name__", "")):
-            args, kwargs = tree_map_only(Tensor, self._noisy, (args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def _noisy(self, tensor: Tensor) -> Tensor:
-        owner = tensor if tensor.is_leaf and isinstance(tensor, nn.Parameter) else tensor._base
-        quantized = not tensor.is_floating_point() or type(tensor) not in (Tensor, nn.Parameter, DTensor)
-        if not isinstance(owner, nn.Parameter) or quantized or not tensor.numel():
-            return tensor
-        seed = self._seeds.setdefault(id(owner), len(self._seeds))
-        if isinstance(tensor, DTensor):
-            local, shape, stride = tensor.to_local(), tensor.shape, tensor.stride()
-            place = (tensor.device_mesh, tensor.placements)
-            return DTensor.from_local(_with_noise(local, seed), *place, run_check=False, shape=shape, stride=stride)
-        return _with_noise(tensor, seed)
-
-
-def _with_noise(tensor: Tensor, seed: int) -> Tensor:
-    generator = torch.Generator(tensor.device).manual_seed(seed)
-    noise = torch.randn(tensor.shape, generator=generator, device=tensor.device, dtype=torch.float32)
-    return tensor + (noise * (tensor.shape[-1] ** -0.5 if tensor.ndim > 1 else 0.1)).to(tensor.dtype)
+@contextmanager
+def _noise_in(model: nn.Module) -> Iterator[None]:
+    """Add noise to every parameter in a block, the same on all ranks: to a matrix as much as keeps the size of its
+    inputs, to others a tenth. Their numbers come back from copies in the CPU's memory."""
+    parameters = [p.data for p in model.parameters() if p.is_floating_point() and type(p) in PLAIN_WEIGHTS]
+    parts = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    saved = [part.to("cpu", copy=True) for part in parts]
+    for seed, (p, part) in enumerate(zip(parameters, parts, strict=True)):
+        generator = torch.Generator(part.device).manual_seed(seed)
+        noise = torch.randn(part.shape, generator=generator, device=part.device, dtype=torch.float32)
+        part += noise * (p.shape[-1] ** -0.5 if p.ndim > 1 else 0.1)
+    try:
+        yield
+    finally:
+        for part, numbers in zip(parts, saved, strict=True):
+            part.copy_(numbers)
 
 
 def difference(packed: Tensor, alone: Tensor, model: nn.Module, with_noise: Tensor | None = None) -> str | None:
@@ -164,6 +143,8 @@ def difference(packed: Tensor, alone: Tensor, model: nn.Module, with_noise: Tens
     kind = packed.device.type
     autocast = torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if autocast else next(model.parameters()).dtype
+    if getattr(model, "is_loaded_in_4bit", False):  # Its layers compute in bfloat16, whatever its parameters are.
+        dtype = torch.bfloat16
     error = rounding(dtype, packed.device)
     for seen in (packed,) if with_noise is None or not with_noise.isfinite().all() else (packed, with_noise):
         second, other, again = seen[:3, _SHORT:].float()

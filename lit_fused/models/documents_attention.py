@@ -7,11 +7,9 @@ each length anew, and what has no documents (padded rows, generation) is faster 
 implementation here, registered as transformers documents it.
 
 A model that is compiled as a whole also gets a mask for rows of one document, since a graph cannot look at positions to
-see that they are. Here the batch says it. And elsewhere a GPU is waited for in every forward pass to see it: 3 % of a
-step of 60M parameters, 0.9 % of one of 0.6B (H200). Beside a cache transformers does not look, not even an empty one.
+see that they are. Here the batch says it.
 """
 
-import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,13 +18,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import AttentionInterface, Cache, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, flex_attention_mask, sdpa_mask
 
-from lit_fused.heads.capture import probing
-from lit_fused.heads.probe import probe_batch
 from lit_fused.models.documents_apart import Form
 from lit_fused.ops.backends import compiler_missing
 
@@ -35,35 +31,6 @@ NAME = "lit_fused_documents"
 # Sizes of heads: FlexAttention has no smaller ones, and its backward pass of larger ones does not fit on every card.
 _HEADS = range(16, 129)
 _rows: Literal["masks", "blocks", "whole"] = "masks"  # how the forward pass that runs is to keep documents apart
-
-
-class EmptyCache(Cache):
-    """A cache that keeps nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return key_states, value_states
-
-
-@torch.no_grad()
-def empty_cache_for(model: PreTrainedModel | None) -> EmptyCache | None:
-    """Return a cache beside which a model's logits stay as they are to the last bit, or None."""
-    if model is None or not _is_decoder_of_text(model):
-        return None
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):  # It warns of any cache.
-        return None
-    if "past_key_values" not in inspect.signature(model.forward).parameters:
-        return None
-    cache = EmptyCache()
-    try:
-        batch = probe_batch(model, 2)
-        with probing(model):
-            usual, beside = (model(**batch, **more).logits for more in ({}, {"past_key_values": cache}))
-    except Exception:  # It needs more than token ids, or a cache of its own kind: a model raises what it likes.
-        return None
-    return cache if torch.equal(usual, beside) else None
 
 
 def _is_decoder_of_text(model: PreTrainedModel) -> bool:

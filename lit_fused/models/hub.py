@@ -1,13 +1,8 @@
-"""Find a pretrained model, in a folder or on the hub; read it, without running anything in it.
+"""Read a pretrained model of a folder or of the hub, without running anything in it."""
 
-The hub's client waits half a minute, once per file, for an address that does not answer. So the hub is tried once,
-briefly; without an answer the model comes from the cache of an earlier download.
-"""
-
-from pathlib import Path
+import re
 from typing import Any
 
-from huggingface_hub import constants, get_session, try_to_load_from_cache
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -24,11 +19,11 @@ from transformers import (
 
 from lit_fused.errors import UserError
 
-_CONFIG = "config.json"
 # Implementations that are torch's or transformers' own code. transformers loads every other one from the Hub, by its
 # name ("owner/kernel") or where a package such as flash_attn is not installed.
 _OWN_CODE = {"eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm"}
 _IMPLEMENTATIONS = {f"{mark}{part}_implementation" for mark in ("", "_") for part in ("attn", "experts")}
+_LAYERS, _MOST_LAYERS = re.compile(r"n(um)?_.*layers?"), 10_000
 _KINDS: list[tuple[Any, Any]] = [
     (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
     (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
@@ -37,66 +32,32 @@ _KINDS: list[tuple[Any, Any]] = [
 ]
 
 
-def locate(path: str | Path, revision: str | None = None) -> str:
-    """Return a folder (``~`` is the home folder), or a model's name on the hub, from which transformers can load now;
-    ``revision`` is a branch, tag or commit there."""
-    folder = Path(path).expanduser()
-    if folder.exists():
-        return str(folder)
-    reason = why_the_hub_is_silent()
-    if reason is None:
-        return str(path)
-    try:
-        found = try_to_load_from_cache(str(path), _CONFIG, revision=revision)
-    except ValueError:  # no name on the hub is written so
-        found = None
-    if not isinstance(found, str):
-        raise UserError(
-            f"there is no folder {path}, and no model of that name was downloaded earlier: {reason}; download it where "
-            "there is a network (hf download), or give the path of a folder"
-        )
-    from lightning.pytorch.utilities import rank_zero_warn  # Lightning loads matplotlib.
-
-    rank_zero_warn(f"{reason}: {path} is taken from {Path(found).parent}, as it was downloaded")
-    return str(Path(found).parent)
-
-
-def why_the_hub_is_silent() -> str | None:
-    """Return why the hub cannot be used, as part of a sentence; None if it answers within five seconds."""
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set"
-    try:
-        get_session().head(constants.ENDPOINT, timeout=5.0, follow_redirects=False)
-    except Exception as error:  # its type depends on the HTTP client of the hub's library
-        return f"{constants.ENDPOINT} does not answer ({type(error).__name__})"
-    return None
-
-
 def config_of(path: str, revision: str | None = None) -> PreTrainedConfig:
-    """Return the configuration of a model that :func:`locate` has found; UserError if transformers cannot read it.
+    """Return the configuration of a model; UserError if transformers cannot read it, or if to build its layers would
+    not end.
 
     Names of attention or expert implementations that may bring code from the Hub are left out, with a warning: such a
     name is for the user to give."""
     try:
-        config = AutoConfig.from_pretrained(path, revision=revision or "main", trust_remote_code=False)
         written, _ = PreTrainedConfig.get_config_dict(path, revision=revision or "main")
+        left_out: list[str] = []
+        plain = _without_foreign_code(written, left_out)
+        config = AutoConfig.from_pretrained(path, revision=revision or "main", trust_remote_code=False)
     except (OSError, ValueError) as error:  # transformers' words also for code of the folder's own
         raise UserError(f"{path} cannot be loaded: {str(error).strip()}") from error
-    left_out: list[str] = []
-    plain = _without_foreign_code(written, left_out)
     if left_out:
         from lightning.pytorch.utilities import rank_zero_warn  # Lightning loads matplotlib.
 
         config = type(config).from_dict(plain, name_or_path=path)
         rank_zero_warn(
-            f"the {_CONFIG} of {path} asks for {', '.join(dict.fromkeys(left_out))}, which could run code of the Hub; "
-            "transformers' default is used instead, or the attn_implementation that you give"
+            f"the config.json of {path} asks for {', '.join(dict.fromkeys(left_out))}, which could run code of the "
+            "Hub; transformers' default is used instead, or the attn_implementation that you give"
         )
     return config
 
 
 def read(name: str, config: PreTrainedConfig, revision: str | None, **options: Any) -> PreTrainedModel:
-    """Return the model that :func:`locate` has found, whole, on the CPU. UserError if transformers cannot load it, or
+    """Return a model, whole, on the CPU. UserError if transformers cannot load it, or
     if some of its weights are missing."""
     where = {} if revision is None else {"revision": revision}
     try:
@@ -132,11 +93,15 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def _without_foreign_code(node: Any, left_out: list[str]) -> Any:
-    """Return what a configuration has, at any depth, without implementations that are not torch's own; name these."""
+    """Return what a configuration has, at any depth, without implementations that are not torch's own; name these.
+    ValueError for more layers than any model has."""
     if isinstance(node, list):
         return [_without_foreign_code(value, left_out) for value in node]
     if not isinstance(node, dict):
         return node
+    for name, number in node.items():
+        if _LAYERS.fullmatch(name) and isinstance(number, int) and number > _MOST_LAYERS:
+            raise ValueError(f"{name} of its config.json is {number}, and no model has so many")
     foreign = {k: v for k, v in node.items() if k in _IMPLEMENTATIONS and v is not None and not _is_own_code(v)}
     left_out += [f"{key}={value}" for key, value in foreign.items()]
     return {key: _without_foreign_code(value, left_out) for key, value in node.items() if key not in foreign}

@@ -19,9 +19,7 @@ from lit_fused.heads.adapters import without_compilation
 from lit_fused.heads.capture import (
     InputCapture,
     extract_hidden_states,
-    outputs_by_name,
     router_loss,
-    uses_of_square,
 )
 from lit_fused.heads.probe import without_cache
 from lit_fused.heads.with_labels import labels_are_shifted_by
@@ -95,16 +93,13 @@ class LanguageModel(nn.Module):
         self._without_cache: dict[str, bool] | None = None
         self.loss = as_loss(loss)
         self.replace_head(None)
-        self.empty_cache: documents_attention.EmptyCache | None = None  # that spares a search for documents
         self.packing: Form | UserError | None = None  # how documents in a row stay apart; the first such batch sets it
-        self.register_load_state_dict_post_hook(_look_again)
         if self.is_compiled_whole:
             documents_attention.takes_its_place(model)
 
     def prepare(self, device: torch.device) -> None:
         """Identify the head, and refuse before training what the loss cannot run with on ``device``."""
         self.loss.prepare(self, device)
-        self.empty_cache = documents_attention.empty_cache_for(self.transformers_model)
 
     def forward(self, batch: Batch) -> LossOutput:
         """Return the sums of ``batch``: "input_ids" and "labels", integers (B, T), and other inputs of the backbone;
@@ -122,26 +117,23 @@ class LanguageModel(nn.Module):
             return token_losses_of_logits(self.logits(batch)[0], self.targets(batch))
         return token_losses(self, batch)
 
-    def run_with(self, function: Callable[[Any, Batch], Any], batch: Batch) -> Any:
-        """Return ``function(self, batch)``. FSDP2 gathers the root's parameters around it."""
-        return function(self, batch)
+    def run_with(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Return ``function(self, *arguments, **named)``. FSDP2 gathers the root's parameters around it."""
+        return function(self, *arguments, **named)
 
-    def spot_check(self, batch: Batch, *, thorough: bool = True) -> None:
+    def spot_check(self, batch: Batch) -> None:
         """Compare a slice of a batch's own loss and logits, and their gradients where they are enabled, with those of
         the loss that is trained (heads/spot_check.py). It changes nothing, and draws no random number of the run.
 
         Args:
             batch: as of :meth:`forward`, with labels (B, T). A slice without targets is run and not compared.
-            thorough: run the whole model for either loss, and look at the batch itself; else the fused loss gets what
-                the head's layer got in the own pass.
 
         Raises:
             UserError: with what differs and what to choose. A loss function of one's own and the model's own loss have
                 nothing that they could be compared with.
         """
-        if thorough:
-            self.look_at(batch)
-        spot_check(self, batch, thorough=thorough)
+        self.look_at(batch)
+        spot_check(self, batch)
 
     def own_inputs_of(self, batch: Batch) -> dict[str, Any]:
         """Return the arguments of the backbone's forward for its own loss, without labels."""
@@ -153,7 +145,7 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def look_at(self, batch: Batch) -> None:
-        """Raise UserError for a first batch with which something else would be learned without a word."""
+        """Raise UserError for a batch with which something else would be learned without a word."""
         check_inputs_of(self.transformers_model, batch)
         with self.spared_random_numbers():
             self.loss.check(self, batch)
@@ -179,14 +171,6 @@ class LanguageModel(nn.Module):
         if isinstance(self.packing, UserError) and is_packed(batch):
             raise self.packing
 
-    def generate(self, **arguments: Any) -> Any:
-        """Call the backbone's own ``generate``. FSDP2 gathers the root's parameters around it."""
-        return self.backbone.generate(**arguments)  # type: ignore[operator]
-
-    def call_backbone(self, *arguments: Any, **named: Any) -> Any:
-        """Run the backbone as it is called outside of a loss. FSDP2 gathers the root's parameters around it."""
-        return self.backbone(*arguments, **named)
-
     @property
     def transformers_model(self) -> PreTrainedModel | None:
         """The Hugging Face model inside the backbone, or None."""
@@ -201,14 +185,8 @@ class LanguageModel(nn.Module):
         """Describe the head anew, after its output layer has changed; None: identify it when a loss needs it."""
         self._head: OutputHead | None = head
         self._layer = self._named_layer()  # that the head was identified with
-        self._loaded = False  # weights, since the head was identified
         self._capture: InputCapture | None = None
         self._returns_hidden_states = False  # of a plain module: its first pass has shown that it does
-
-    @property
-    def head_is_outdated(self) -> bool:
-        """True if weights were loaded since the head was identified: what is behind it may have changed."""
-        return self._head is not None and self._loaded
 
     @property
     def is_compiled(self) -> bool:
@@ -248,7 +226,7 @@ class LanguageModel(nn.Module):
     def prepare_hidden_states(self) -> OutputHead | None:
         """Return the head, or None if the model cannot run on token ids alone: its first batch identifies the head."""
         layer = output_layer(self.backbone)  # another one after PEFT or a new vocabulary has put it there
-        if self.head_is_outdated or (self._head is not None and self._head.layer is not layer):
+        if self._head is not None and self._head.layer is not layer:
             self.replace_head(None)
         if self._head is None and self.transformers_model is not None:
             try:
@@ -265,11 +243,6 @@ class LanguageModel(nn.Module):
         head, model = self.head_for(batch), self.transformers_model
         if model is None:
             return self.returned_hidden_states(batch), head, None
-        if batch.get("adapter_names") is not None:
-            raise UserError(
-                "a batch has adapter_names, PEFT's choice of an adapter for each row, that a fused loss cannot follow; "
-                "activate one adapter for all rows, or choose loss=standard"
-            )
         inputs, output = self.captured(head, self.run_backbone, self.inputs_of(batch))
         return self.only(inputs), head, router_loss(model, output)
 
@@ -312,8 +285,8 @@ class LanguageModel(nn.Module):
         return type(self.transformers_model or self.backbone).__name__
 
     def run_backbone(self, arguments: dict[str, Any]) -> Any:
-        """Run the backbone, compiled or not, with named outputs."""
-        with outputs_by_name(self.backbone), documents_attention.told(arguments, self.packing):
+        """Run the backbone, compiled or not."""
+        with documents_attention.told(arguments, self.packing):
             return self._call(**arguments)
 
     def _call(self, **arguments: Any) -> Any:
@@ -321,7 +294,7 @@ class LanguageModel(nn.Module):
 
     def head_for(self, batch: Batch) -> OutputHead:
         head = self._head
-        if head is None or self._loaded or self._layer != self._named_layer():  # after resize_token_embeddings, say
+        if head is None or self._layer != self._named_layer():  # after resize_token_embeddings, say
             head = self.prepare_hidden_states()
         if head is None:
             assert self.transformers_model is not None
@@ -341,9 +314,9 @@ class LanguageModel(nn.Module):
             return extract_hidden_states(self.run_backbone(self.inputs_of(batch)), self.name)
         # An embedding as output layer is also the input layer, so it has to run.
         capture = InputCapture(OutputHead(layer), self.backbone) if isinstance(layer, nn.Linear) else nullcontext([])
-        with capture as inputs, uses_of_square(layer.weight) as uses:  # type: ignore[arg-type]
+        with capture as inputs:
             output = self.run_backbone(self.inputs_of(batch))
-        if inputs or uses:
+        if inputs:
             raise UserError(
                 f"{self.name} runs its output layer in its own forward; return the hidden states instead, the layer's "
                 "input: the loss applies the layer itself"
@@ -381,10 +354,4 @@ class LanguageModel(nn.Module):
             inputs |= documents_apart.arguments(self.transformers_model, batch, self.packing)
         if self._without_cache is None:
             self._without_cache = without_cache(self.transformers_model)
-        if self.empty_cache is not None and not inputs.keys() & {"position_ids", "attention_mask", "past_key_values"}:
-            inputs["past_key_values"] = self.empty_cache
         return inputs | self._without_cache
-
-
-def _look_again(model: LanguageModel, _: Any) -> None:
-    model._loaded, model.packing = True, None

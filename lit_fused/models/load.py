@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from lit_fused.errors import UserError, checked_options
-from lit_fused.models.hub import auto_class, config_of, locate, read
+from lit_fused.models.hub import auto_class, config_of, read
 
 _SOURCE, _ORIGIN = "_lit_fused_source", "_lit_fused_origin"  # attributes of the models that this file returns
 
@@ -131,7 +131,8 @@ def from_pretrained(
         UserError: transformers cannot load the model, or some of its weights are missing.
     """
     options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    name = locate(path, revision)
+    folder = Path(path).expanduser()
+    name = str(folder if folder.exists() else path)
     config = config_of(name, revision)
     dtype = config.dtype or torch.float32 if dtype == "auto" else dtype
     options["dtype"] = getattr(torch, dtype) if isinstance(dtype, str) else dtype

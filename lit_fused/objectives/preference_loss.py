@@ -218,13 +218,9 @@ class PreferenceLoss(ScoredLoss):
         self._expect((lengths == 0) | begins_anew & (begin + lengths <= length), asked)
 
     def _expect(self, are_right: Tensor, asked: str) -> None:
-        """Raise a UserError unless all are right; on a GPU, after the first batch, the host does not wait for it, and
-        an assertion stops the run."""
-        if are_right.device.type == "cpu" or not self._is_checked:
-            if not are_right.all():
-                raise UserError(asked)
-        else:
-            torch._assert_async(are_right.all(), asked)  # pyright: ignore[reportPrivateImportUsage]
+        """Raise a UserError unless all are right; on a GPU the host waits for that with the first batch alone."""
+        if (are_right.device.type == "cpu" or not self._is_checked) and not are_right.all():
+            raise UserError(asked)
 
     @torch.no_grad()
     def _kl(self, model: Forward, targets: Tensor, batch: Batch, trains: bool) -> Tensor:

@@ -35,7 +35,7 @@ TILE_ROWS = 128
 
 CPU_BUDGET_MIB = 32.0  # A CPU is as fast with small chunks as with large ones.
 LEAST_GPU_BUDGET_MIB = 448.0
-_GPU_SHARE = 0.01  # of a GPU's memory: docs/performance.md has what it buys
+_GPU_SHARE = 0.01  # of a GPU's memory; docs/evidence/head.md compares it with smaller budgets
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@
 Any strategy on any number of devices resumes from either. Reading one runs no code: tensors of a folder are in
 safetensors, and everything else is read with ``weights_only=True``. Either appears whole or not at all. In a fit it is
 written by a thread while training goes on (:mod:`~lit_fused.parallel.snapshot`); the next save and the end wait for it.
+It appears after Lightning has given the metrics of its step to the loggers, so that a kill between the two loses none.
 """
 
 import warnings
@@ -35,6 +36,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lit_fused.atomic import REST, partial_of, put_in_place, remove, removed_on_failure, whole_checkpoint, written_whole
@@ -211,6 +213,7 @@ class CheckpointFiles(TorchCheckpointIO):
             target.parent.mkdir(parents=True, exist_ok=True)
             with written_whole(target) as partial:
                 torch.save(copy, partial)
+                self.snapshots.wait_for_loggers()
 
         self.run(write)
 
@@ -235,6 +238,7 @@ class CheckpointFiles(TorchCheckpointIO):
         """Run a job in the background of a fit, after those before it; at once where no fit runs."""
         if self.trainer.state.fn != TrainerFn.FITTING or self.trainer.state.status != TrainerStatus.RUNNING:
             self.wait()
+            self.snapshots.are_logged.set()
             job()
             return
         self._thread = self._thread or ThreadPoolExecutor(1, "checkpoint")
@@ -246,6 +250,7 @@ class CheckpointFiles(TorchCheckpointIO):
 
     def wait(self) -> None:
         """Wait until everything is written. Raises the error of a job that failed."""
+        self.snapshots.are_logged.set()
         jobs, self._jobs = self._jobs, []
         for job in jobs:
             job.result()
@@ -268,7 +273,12 @@ def wait_for_checkpoints(strategy: Strategy) -> None:
 class FolderCheckpoints(ModelParallelStrategy):
     """Lightning's model-parallel strategy, whose checkpoints are folders that any strategy resumes from."""
 
+    mesh: DeviceMesh | None = None  # of a subclass whose mesh is not Lightning's
     _writers: Any = None  # the group of all ranks by which threads agree on what each of them writes
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        return super().device_mesh if self.mesh is None else self.mesh
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self.model is not None
@@ -308,6 +318,7 @@ class FolderCheckpoints(ModelParallelStrategy):
                     save(copy, storage_writer=writer, process_group=self._writers)
                 if self.is_global_zero:
                     torch.save(checkpoint, partial / REST)
+                    files.snapshots.wait_for_loggers()
                     put_in_place(partial, path)
 
         files.run(write)

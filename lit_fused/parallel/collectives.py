@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from lit_fused.errors import UserError
@@ -42,15 +43,21 @@ def gradients_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     return [p.grad for p in parameters.values() if p.grad is not None]
 
 
-def _norms(tensors: list[Tensor]) -> Tensor:
-    dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32  # float16 would overflow
+def _norm(tensor: Tensor) -> Tensor:
+    exact = torch.promote_types(tensor.dtype, torch.float32)  # The norm of float16 numbers may be too large for it.
+    return torch.linalg.vector_norm(tensor, dtype=exact)
+
+
+def _norm_of(tensors: list[Tensor]) -> Tensor:
     tensors = [t.coalesce().values() if t.is_sparse else t for t in tensors]  # of nn.Embedding(..., sparse=True)
-    return torch.stack(torch._foreach_norm(tensors, 2, dtype))  # pyright: ignore[reportPrivateImportUsage]
+    if any(t.dtype.itemsize < 4 for t in tensors):
+        return _norm(torch.stack(list(map(_norm, tensors))))
+    return get_total_norm(tensors)  # few launches for all of them
 
 
 def are_finite(tensors: Iterable[Tensor]) -> Tensor:
     """Return, for each of some tensors, whether it is finite, on their device: by its norm, which is fast to take."""
-    return _norms(list(tensors)).isfinite()
+    return torch.stack(list(map(_norm, tensors))).isfinite()
 
 
 def on_device(numbers: Tensor, device: torch.device) -> Tensor:
@@ -94,7 +101,7 @@ def total_norm(gradients: Iterable[Tensor], group: dist.ProcessGroup | None = No
         groups[placed].append(local(gradient))
     squares: list[Tensor] = []
     for placed, parts in groups.items():
-        square = _norms(parts).square().sum()
+        square = _norm_of(parts).square()
         for dimension, divides in enumerate(placed[1:]):
             if divides:
                 dist.all_reduce(square, group=placed[0].get_group(dimension))

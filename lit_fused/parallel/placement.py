@@ -136,9 +136,9 @@ class Placement:
         """Make this rank's gradients those of all ranks, if the backward of a step has not; raise a UserError if that
         is too late."""
 
-    def spot_check(self, model: LanguageModel, batch: Batch, *, thorough: bool) -> None:
+    def spot_check(self, model: LanguageModel, batch: Batch) -> None:
         """Compare a slice of a batch with the model's own loss and logits; UserError if they differ."""
-        model.spot_check(batch, thorough=thorough)
+        model.spot_check(batch)
 
     def run(self, model: LanguageModel, batch: Batch, compute_loss: Run, scale: float) -> LossOutput:
         """Return the sums of a training batch. Backward begins at ``loss_sum``, times ``scale``.
@@ -154,11 +154,6 @@ class Placement:
     def token_losses(self, model: LanguageModel, batch: Batch) -> Tensor:
         """Return the negative log-likelihood of each position's target, (B, T) float32, 0 where ignored."""
         return model.token_losses(batch)
-
-    def running(self, model: LanguageModel) -> AbstractContextManager[Any]:
-        """Return a context that gives an error of the model's forward or backward a sentence, where it has a cause in
-        how the model lies on devices."""
-        return nullcontext()
 
     def generating(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return a context in which the backbone's ``generate`` works; UserError where it cannot."""

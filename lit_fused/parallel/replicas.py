@@ -2,7 +2,7 @@
 
 torch's ``DistributedDataParallel`` copies each gradient into a bucket and exchanges the bucket. Here groups of
 neighbouring gradients are exchanged in place while backward goes on. On two H200, Qwen3-0.6B with compiled layers takes
-171 to 173 ms a step in place of 181 to 185 (docs/parallelism_measured.md).
+171 to 173 ms a step in place of 181 to 185 (docs/evidence/devices.md).
 
 Every rank exchanges the same groups in the same order. A rank whose loss did not come to a parameter sends zeros for
 it; a parameter that no rank's loss came to keeps no gradient, as on one device.

@@ -8,8 +8,6 @@ ranks and sharded like any other.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import MethodType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,8 +24,7 @@ from lit_fused.parallel.collectives import check_same_batch
 from lit_fused.parallel.placement import Placement, has_towers
 from lit_fused.parallel.tensor import check_plan, divide, is_distributed
 
-# Parameters of a unit. For less, the host works longer on gathering and reducing than a GPU on the layers themselves
-# (docs/parallelism_measured.md).
+# Parameters of a unit. For less, the host works longer on gathering and reducing than a GPU on the layers themselves.
 _ENOUGH = 48_000_000
 _LITTLE = 1 / 40  # of a device's memory, which a run does not miss for 1 to 2 % of its time
 
@@ -110,12 +107,14 @@ class Sharded(Placement):
             for unit in parts:
                 fully_shard(unit, mesh=data, reshard_after_forward=reshards)
             fully_shard(model, mesh=data)
-            methods = "forward prepare spot_check check_packing token_losses run_with generate call_backbone"
-            for method in methods.split():
-                if method != "forward":  # The others run it, too.
-                    register_fsdp_forward_method(model, method)
-                with_sentence = self.running(model)(getattr(model, method).__func__)
-                setattr(model, method, MethodType(with_sentence, model))
+            for method in (
+                "prepare",
+                "spot_check",
+                "check_packing",
+                "token_losses",
+                "run_with",
+            ):  # They run forward, too.
+                register_fsdp_forward_method(model, method)
 
     def _all_have_room(self, parts: list[list[nn.Module]], group: dist.ProcessGroup) -> bool:
         """Return whether the units stay gathered, the same on all ranks: their devices may differ."""
@@ -126,9 +125,6 @@ class Sharded(Placement):
         has_room = torch.tensor(int(room), device=device)
         dist.all_reduce(has_room, dist.ReduceOp.MIN, group=group)
         return bool(has_room)
-
-    def running(self, model: LanguageModel) -> Any:
-        return _layers_are_called(model)
 
     @property
     def _sharers(self) -> tuple[dist.ProcessGroup, str] | None:
@@ -154,21 +150,6 @@ class Sharded(Placement):
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(int(seed))
             yield
-
-
-@contextmanager
-def _layers_are_called(model: LanguageModel) -> Iterator[None]:
-    """Raise a UserError where a part of a layer of a model runs that was not called, and so not gathered."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" not in str(error):
-            raise
-        name = type(model.transformers_model or model.backbone).__name__
-        raise UserError(
-            f"FSDP gathers the weights of a layer when the layer is called, but {name} runs one, or a part of one, "
-            "without calling it; choose strategy=ddp"
-        ) from error
 
 
 def check_never_compared(compile: str, *, regional: bool = True) -> None:

@@ -1,5 +1,6 @@
 """Copies in CPU memory of what a checkpoint saves, which a GPU makes beside the next forward and backward pass."""
 
+import threading
 from collections.abc import Hashable, Iterable
 from typing import Any
 
@@ -24,10 +25,12 @@ class Snapshots(Callback):
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
         self._copied: Any = None  # the event after the newest copies
+        self.are_logged = threading.Event()  # The loggers have the metrics of the step whose state was copied.
 
     def take(self, checkpoint: dict[str, Any], trainer: L.Trainer, *, shared: bool = True) -> dict[str, Any]:
         """Return the checkpoint with copies in CPU memory, which are complete after :meth:`wait`. With ``shared``, a
         tensor that stands at several places, as a tied weight does, has one copy at all of them."""
+        self.are_logged.clear()
         trained = _changed_by_steps(trainer)
         found = dict[Hashable, Tensor]()
         keys = list[Hashable]()
@@ -63,6 +66,11 @@ class Snapshots(Callback):
         if self._copied is not None:
             self._copied.synchronize()
 
+    def wait_for_loggers(self) -> None:
+        """Wait, in a thread, until the loggers have the metrics of the copied step. A fit that ended otherwise than by
+        Lightning's hooks says nothing; the limit lets its process end."""
+        self.are_logged.wait(timeout=60)
+
     def _device_waits(self) -> None:
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
@@ -72,6 +80,10 @@ class Snapshots(Callback):
 
     def on_validation_start(self, *_: Any, **__: Any) -> None:
         self._device_waits()
+        self.are_logged.set()
+
+    def on_train_batch_start(self, *_: Any, **__: Any) -> None:
+        self.are_logged.set()
 
 
 def _place(tensor: Tensor) -> int:

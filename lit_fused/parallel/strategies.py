@@ -3,8 +3,10 @@
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from lit_fused.errors import UserError, checked_options
@@ -42,13 +44,12 @@ class FSDP2Strategy(FolderCheckpoints):
         reduce_every_micro_batch: bool = True,
         reshard_after_forward: bool | None = None,
     ) -> None:
-        groups = data_parallel_size or "auto"
-        super().__init__(groups, tensor_parallel_size, True, process_group_backend, timeout)
-        self.sizes = data_parallel_size, tensor_parallel_size
+        super().__init__("auto", "auto", True, process_group_backend, timeout)
+        self.sizes: Any = data_parallel_size, tensor_parallel_size
         self.reduce_every_micro_batch = reduce_every_micro_batch
         self.reshard_after_forward = reshard_after_forward
 
-    def _configure_launcher(self) -> None:
+    def set_world_ranks(self) -> None:
         # The strategy knows its devices by now, and no process has been started yet.
         groups, size = self.sizes
         world = self.num_nodes * self.num_processes
@@ -59,8 +60,13 @@ class FSDP2Strategy(FolderCheckpoints):
                 f"tensor_parallel_size={size}; choose trainer.devices (times trainer.num_nodes), or "
                 "trainer.strategy.tensor_parallel_size, so that they fit"
             )
-        self._data_parallel_size = world // size
-        super()._configure_launcher()
+        self.sizes = world // size, size
+        super().set_world_ranks()
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        names = ("data_parallel", "tensor_parallel")
+        self.mesh = init_device_mesh(self.root_device.type, self.sizes, mesh_dim_names=names)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

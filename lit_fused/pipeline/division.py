@@ -85,8 +85,7 @@ def _head_in_layers(decoder: Decoder) -> float:
     """Return how many layers take about as long as the output head.
 
     A parameter of either costs as many operations, but the head's products are larger, and layers have attention beside
-    them: the head of a 0.6B and of a 1.7B model took 0.51 and 0.59 of the time of layers with as many parameters
-    (docs/parallelism_measured.md).
+    them: the head of a 0.6B and of a 1.7B model took 0.51 and 0.59 of the time of layers with as many parameters.
     """
     layers = sum(p.numel() for p in getattr(decoder.base, decoder.layers).parameters())
     return 0.55 * getattr(decoder.model, decoder.head).weight.numel() * decoder.num_layers / layers
@@ -99,7 +98,7 @@ def _identify_by_twin(model: LanguageModel, layout: Layout, device: torch.device
     twin = type(model)(small_twin(model.transformers_model, min(layout.num_stages, 3), device), model.loss)
     with ordinary_defaults():
         twin.prepare(device)
-        head, model.empty_cache = twin.prepare_hidden_states(), twin.empty_cache
+        head = twin.prepare_hidden_states()
         decoder = stages.find_decoder(twin)
         ranges = stages.layers_of_stages(decoder.num_layers, min(layout.num_stages, decoder.num_layers))
         stages.check_stages(twin, decoder, [Stage(decoder, layers) for layers in ranges])

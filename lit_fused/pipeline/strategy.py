@@ -85,19 +85,17 @@ class PipelineStrategy(FolderCheckpoints):
 
     def setup_environment(self) -> None:
         super().setup_environment()  # It refuses another number of processes.
-        self._device_mesh = init_device_mesh(
+        self.mesh = init_device_mesh(
             self.root_device.type,
             (self.layout.ranks, self._replicas, 1),
             mesh_dim_names=("pipeline_parallel", "data_parallel", "tensor_parallel"),
         )
         ends = {0, self.layout.rank_of(self.layout.num_stages - 1)}
-        mesh = self._device_mesh["pipeline_parallel", "data_parallel"].mesh
+        mesh = self.mesh["pipeline_parallel", "data_parallel"].mesh
         for replica in range(self._replicas if len(ends) > 1 else 0):  # all ranks make all groups
             group = dist.new_group([int(mesh[rank, replica]) for rank in sorted(ends)])
             if isinstance(group, dist.ProcessGroup):  # ranks outside get a number
                 self.ends = group
-        assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._device_mesh
 
     def stages_of(self, rank: int) -> list[int]:
         return self.layout.stages_of(rank // self._replicas)
@@ -210,7 +208,7 @@ class Pipelined(Sharded):
     def finish_gradients(self) -> None:
         self.strategy.sum_gradients()
 
-    def spot_check(self, model: LanguageModel, batch: Batch, *, thorough: bool) -> None:
+    def spot_check(self, model: LanguageModel, batch: Batch) -> None:
         self.strategy.pipeline.spot_check(batch)
 
     def run(self, model: LanguageModel, batch: Batch, compute_loss: Run, scale: float) -> LossOutput:

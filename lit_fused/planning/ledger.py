@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 _HALVES = (torch.float16, torch.bfloat16)
 _BLOCK = 512  # bytes; the caching allocator rounds up to multiples of it
@@ -56,16 +56,18 @@ class MemoryLedger(TorchDispatchMode):
         self._total = self._highest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if torch.Tag.data_dependent_output in func.tags and len(args) == 1:
             return self._scalar(args[0])
         kept = self._all_kept(func, args)
-        out = func(*args, **(kwargs or {})) if kept is None else kept
+        out: Any = func(*args, **(kwargs or {})) if kept is None else kept
         heading = self.heading
-        if func is torch.ops.aten._to_copy.default and (copied := self._entry(args[0])) and copied.heading == WEIGHTS:
-            heading = CAST_WEIGHTS
-        for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._enter(leaf, heading)
+        given = args[0] if args else None
+        if isinstance(given, Tensor) and isinstance(out, Tensor) and given.dtype != out.dtype:
+            copied = self._entry(given) if given.shape == out.shape else None
+            heading = CAST_WEIGHTS if copied is not None and copied.heading == WEIGHTS else heading
+        for result in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(result, Tensor):
+                self._enter(result, heading)
         if func is torch.ops.aten.all.default:
             self._entries[id(out.untyped_storage())].holds = True
         return out
@@ -169,7 +171,8 @@ def _attention(
     flash = attn_mask is None and query.dtype in _HALVES and max(query.shape[-1], value.shape[-1]) <= 256
     groups = options.get("enable_gqa") and query.shape[1] != key.shape[1]
     if not flash and (groups or query.shape[-1] % 4):
-        return torch.ops.aten._scaled_dot_product_attention_math(query, key, value, attn_mask, *rest, **options)[0]
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, *rest, **options)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.empty(attn_mask.shape, dtype=query.dtype)
     return _Attention.apply(query, key, value, attn_mask)  # type: ignore[return-value]

@@ -15,10 +15,10 @@ from unittest import mock
 import lightning as L
 import torch
 import transformers.utils.import_utils
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import AdamW, Optimizer
-from torch.utils._pytree import tree_map
 
 from lit_fused.errors import UserError, explained
 from lit_fused.heads import OutputHead, output_layer
@@ -155,7 +155,9 @@ def plan(module: nn.Module, trainer_or_options: L.Trainer | PlanOptions, batch: 
         for mode in (FakeTensorMode(allow_non_fake_inputs=True), ledger, CudaFunctions(), _as_if_real()):
             borrowed.enter_context(mode)
         borrowed.enter_context(heads_of(gpu, ledger))
-        run = _Run(ledger, trained, frozen, lambda: _loss_of(module, tree_map(_empty_if_tensor, batch)), context)
+        run = _Run(
+            ledger, trained, frozen, lambda: _loss_of(module, apply_to_collection(batch, Tensor, _empty)), context
+        )
         run.begin(options.spread, gpu)
         optimizer = _optimizer_of(module, options)
         for _ in range(2):
@@ -252,9 +254,8 @@ class _Run:
             units.append(self._units(in_backward))
             with self.ledger.under(count.TEMPORARY):
                 # loss.backward() is a torch function: it, and checkpointing in it, would run without CudaFunctions.
-                ones = torch.ones_like(loss)
-                torch.autograd.graph._engine_run_backward((loss,), (ones,), False, False, (), True, True)
-            del units, loss, ones
+                torch.autograd.backward(loss)
+            del units, loss
             self._end_of("backward")
         with self.ledger.under(count.TEMPORARY, self.spread.share):
             optimizer.step()
@@ -338,10 +339,6 @@ def _own_tensors_kept(model: nn.Module) -> Iterator[None]:
 
 def _empty(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device="cpu")
-
-
-def _empty_if_tensor(value: Any) -> Any:
-    return _empty(value) if isinstance(value, Tensor) else value
 
 
 def _replace_tensors(

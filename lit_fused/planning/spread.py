@@ -22,7 +22,7 @@ class Spread:
         shards: devices that have a part each of parameters, gradients and optimiser state.
         whole_gradients: they are divided only after the last micro-batch.
         whole_units: a unit stays whole between its forward and its backward; None: as FSDP2 chooses for the GPU.
-        buckets: gradients have a copy in which they are exchanged (DDP without ``gradient_as_bucket_view``).
+        buckets: gradients have a copy in which they are exchanged: Lightning's DDPStrategy as it comes.
     """
 
     name: str = "one device"
@@ -43,9 +43,7 @@ class Spread:
         if isinstance(strategy, ReplicatedStrategy):
             return cls(f"ddp on {devices}")
         if isinstance(strategy, DDPStrategy):
-            # No public attribute has the options of torch's DistributedDataParallel.
-            views = strategy._ddp_kwargs.get("gradient_as_bucket_view", False)
-            return cls(f"ddp on {devices}", buckets=devices > 1 and not views)
+            return cls(f"ddp on {devices}", buckets=devices > 1)
         if isinstance(strategy, FSDP2Strategy) and strategy.sizes[1] == 1:
             late = not strategy.reduce_every_micro_batch and accumulate_grad_batches > 1
             reshards = strategy.reshard_after_forward

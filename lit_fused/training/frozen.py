@@ -4,15 +4,13 @@ It is no part of the module's tree. So it has no gradients, is in no optimiser, 
 in evaluation mode. The strategy's placement puts it on devices as it puts the trained model there.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from lit_fused.errors import UserError
 from lit_fused.losses import LinearCrossEntropyLoss
 from lit_fused.losses.loss import Batch, Forward
 from lit_fused.models.compilation import compile_backbone
@@ -46,7 +44,7 @@ class FrozenModel:
         contains them: the output layer's weight.
         """
         reshard(self.model)
-        with torch.no_grad(), self._memory():
+        with torch.no_grad():
             result = self.model.run_with(function, batch)
         if free:
             reshard(self.model)
@@ -62,21 +60,8 @@ class FrozenModel:
 
     def place(self, placement: Placement, *, compile: str) -> None:
         """Put the model on the devices of a placement that :meth:`set_up` has checked."""
-        with self._memory():
-            placement.place_frozen(self.model)
+        placement.place_frozen(self.model)
         compile_backbone(self.model, compile)
-
-    @contextmanager
-    def _memory(self) -> Iterator[None]:
-        """Say of which model, and what to do, where a GPU's memory does not suffice for it."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            gib = sum(p.numel() * p.element_size() for p in self.model.parameters()) / 2**30
-            raise UserError(
-                f"the memory does not suffice for the {self.role} model, of {gib:.2f} GiB, beside the trained one; "
-                f"{self.instead}"
-            ) from error
 
     def cpu(self) -> None:
         """Free the memory of a device after a run."""

@@ -213,8 +213,7 @@ class FusedLMModule(TrainedModel):
                 "(with manual optimization: give it to manual_backward), because gradients are averaged over the "
                 "tokens of the whole step; to change the loss itself, override compute_loss(batch)"
             )
-        with self.placement.running(self.model):
-            super().backward(loss, *args, **kwargs)
+        super().backward(loss, *args, **kwargs)
         if self.automatic_optimization and self._ends_step:
             self.average_gradients()
 

@@ -32,13 +32,12 @@ class SpotChecks:
         labelled = (model.targets(batch) != IGNORE_INDEX).any().int()
         if not (placement.from_all_ranks(labelled) if together else labelled).any():
             return
-        is_first = stage in self.first_due
         self.first_due.discard(stage)
         if stage == "training":  # Step 99 is the hundredth: a check after it would wait for the copies of a save.
             self._next_step = step + self.every - (step + 1) % self.every
         fault = None
         try:
-            placement.spot_check(model, batch, thorough=is_first)
+            placement.spot_check(model, batch)
         except UserError as error:
             fault = error
         if together:

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 
@@ -68,6 +69,13 @@ class TrainedModel(L.LightningModule):
         self._largest_batch = torch.Size((0, 0))  # shape of the labels
         self._resume = ExactResume()
 
+    @property
+    def _run(self) -> L.Trainer | None:
+        """The trainer; None without one."""
+        with suppress(RuntimeError):
+            return self.trainer
+        return None
+
     # Set-up: what is found out, refused and placed before the first batch.
 
     def setup(self, stage: str) -> None:
@@ -97,7 +105,7 @@ class TrainedModel(L.LightningModule):
 
     def configure_model(self) -> None:
         """Place the model on its devices. Lightning calls it after ``setup``, and again for every run."""
-        if self._trainer is None:  # load_from_checkpoint
+        if self._run is None:  # load_from_checkpoint
             return
         self.placement.place(self.model)
         for frozen in self.frozen:
@@ -131,7 +139,7 @@ class TrainedModel(L.LightningModule):
 
     def _of_data(self, name: str) -> Any:
         """Return an attribute of the run's data module, None if it has none: those of ``lit_fused.data`` have it."""
-        return getattr(getattr(self._trainer, "datamodule", None), name, None)
+        return getattr(getattr(self._run, "datamodule", None), name, None)
 
     # Checkpoints.
 
@@ -159,7 +167,7 @@ class TrainedModel(L.LightningModule):
         self._resume.save(checkpoint, self, self.average.batches, is_sharded=self.is_sharded)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self._trainer is None:  # load_from_checkpoint
+        if self._run is None:  # load_from_checkpoint
             self.make_room(checkpoint["state_dict"])
             return
         if self.trainer.precision == "64-true":  # Lightning converts after the weights have come: it rounds them
@@ -222,7 +230,12 @@ class TrainedModel(L.LightningModule):
     @property
     def placement(self) -> Placement:
         """How the trainer's strategy places the model; one device's for a module without a trainer."""
-        return placement_of(None if self._trainer is None else self.trainer.strategy)
+        return placement_of(None if self._run is None else self._run.strategy)
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The mesh of a strategy that divides or shards the model."""
+        return getattr(self.trainer.strategy, "device_mesh", None)
 
     @property
     def is_sharded(self) -> bool:
@@ -247,7 +260,7 @@ class TrainedModel(L.LightningModule):
             return
         names = [name for name, is_finite in zip(weights, finite.tolist(), strict=False) if not is_finite]
         which = f" ({names[0]} is the first of {len(names)})" if names else ""
-        step = f" after step {self.trainer.global_step}" if self._trainer is not None else ""
+        step = "" if self._run is None else f" after step {self._run.global_step}"
         raise UserError(
             f"the weights are not finite{step}{which}, so {consequence}; go on from an earlier checkpoint, with a "
             "smaller optimizer.lr or a larger scheduler.warmup_fraction"
@@ -255,7 +268,9 @@ class TrainedModel(L.LightningModule):
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """Return what the backbone's own forward returns: ``module(input_ids=...)`` has logits, ``(B, T, V)``."""
-        return self.model.call_backbone(*arguments, **named)
+        return self.model.run_with(
+            lambda model, *given, **options: model.backbone(*given, **options), *arguments, **named
+        )
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor | None = None, **options: Any) -> Tensor:
@@ -268,7 +283,8 @@ class TrainedModel(L.LightningModule):
         with evaluation_mode(self.backbone), self.placement.generating(self.device), eager:
             processors = LogitsProcessorList([_refuse_non_finite, *(options.pop("logits_processor", None) or ())])
             given = options if input_ids is None else options | {"input_ids": input_ids}
-            return self.model.generate(logits_processor=processors, **given)
+            given |= {"logits_processor": processors}
+            return self.model.run_with(lambda model, **arguments: model.backbone.generate(**arguments), **given)
 
     def save_pretrained(
         self,

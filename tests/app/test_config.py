@@ -39,9 +39,9 @@ def test_every_file_of_the_tree_composes_and_fits(group, option):
     paths = ("chat", "hf", "instruction", "pairs", "preference", "rollouts", "text")
     needed |= {name: ["data.path=somewhere"] for name in paths}
     needed |= {name: ["module=policy"] for name in ("reinforce", "rloo", "grpo", "dr_grpo", "dapo", "ppo")}
-    recipes = ("continue_pretraining", "chat_fine_tuning", "dpo", "long_context")
-    recipes += ("lora",) * (group == "experiment")
-    needed |= {name: ["model.path=somewhere", "data.path=somewhere"] for name in recipes}
+    recipes = ("continue_pretraining", "chat_fine_tuning", "lora", "dpo", "long_context")
+    if group == "experiment":
+        needed |= {name: ["model.path=somewhere", "data.path=somewhere"] for name in recipes}
     needed["interactions"] = ["data.path=somewhere", "module=recommender"]
     needed["reverse"] = ["data.path=somewhere"]
     needed["exported_items"] = ["model.path=somewhere"]

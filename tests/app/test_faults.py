@@ -22,7 +22,7 @@ def test_a_run_whose_disk_is_full_keeps_its_last_whole_checkpoint_and_goes_on_fr
     disk = [f"+callbacks.full.{name}={value}" for name, value in full.items()]
     stopped = train(tmp_path, *JOB, *disk, "hydra.run.dir=out")
     assert stopped.status == 1, stopped.output
-    assert "step-000008.ckpt.partial" in stopped.output
+    assert "last.ckpt.partial" in stopped.output
     assert [path.name for path in checkpoints_in(tmp_path / "out" / "checkpoints")]
     assert not list((tmp_path / "out").rglob("*.partial"))
     assert (tmp_path / "out" / "error.txt").read_text()

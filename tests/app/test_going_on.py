@@ -41,7 +41,7 @@ def summary(folder: Path) -> dict:
 
 
 def test_a_run_resumed_where_a_validation_was_due_logs_it_once(tmp_path):
-    job = [*JOB, "trainer.val_check_interval=4", "callbacks.checkpoint.save_top_k=-1", "hydra.run.dir=out"]
+    job = [*JOB, "trainer.val_check_interval=4", "callbacks.checkpoint.keep_all=true", "hydra.run.dir=out"]
     assert train(tmp_path, *job).status == 0
     before = rows(tmp_path / "out")
     assert len([row for row in before if row[2]]) == 3

@@ -57,8 +57,8 @@ def test_early_stopping_is_named_with_the_best_value_its_step_and_what_is_export
     stopping, out = EarlyStopping("val/score", patience=2), tmp_path / "out"
     report = fit(tmp_path, stopping, Losses(), saver(tmp_path), ExportPretrained(out, which="best"))
     assert (
-        "EarlyStopping stopped the run at step 10: val/score did not improve within its patience; best val/score 1.5 "
-        f"at step 6; the weights of step 6 are exported to {out}\n"
+        "EarlyStopping stopped the run at step 10: Monitored metric val/score did not improve in the last 2 records; "
+        f"best val/score 1.5 at step 6; the weights of step 6 are exported to {out}\n"
     ) in capsys.readouterr().out
     assert report.stopped_by == "EarlyStopping"
     assert report.best == ("val/score", 1.5, 6)
@@ -79,8 +79,8 @@ def test_a_threshold_that_is_reached_ends_the_run_with_its_best_step(tmp_path, c
     stopping, out = EarlyStopping("val/score", stopping_threshold=1.6), tmp_path / "out"
     fit(tmp_path, stopping, saver(tmp_path), ExportPretrained(out, which="best"))
     assert (
-        "stopped the run at step 6: val/score passed stopping_threshold; best val/score 1.5 at step 6; the weights of"
-        in capsys.readouterr().out
+        "stopped the run at step 6: Stopping threshold reached: val/score = 1.5 < 1.6; best val/score 1.5 at step 6; "
+        "the weights of" in capsys.readouterr().out
     )
     assert card(out)["trained for"] == "6 optimizer steps"
 
@@ -129,7 +129,7 @@ def test_an_average_is_named_in_the_card(tmp_path):
 
 
 def test_a_resumed_run_knows_the_best_step_of_before(tmp_path, capsys):
-    fit(tmp_path, EarlyStopping("val/score", patience=2), saver(tmp_path), RunCheckpoint(tmp_path, save_last=True))
+    fit(tmp_path, EarlyStopping("val/score", patience=2), saver(tmp_path), RunCheckpoint(tmp_path))
     assert "stopped the run at step 10" in capsys.readouterr().out
     stopping, out = EarlyStopping("val/score", patience=9), tmp_path / "out"
     again = [stopping, saver(tmp_path), ExportPretrained(out, which="best")]

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning_helpers import quiet_trainer
 from tiny_models import tiny_model
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -38,8 +38,8 @@ class Seen(L.Callback):
 def fit(folder: Path, checkpoint: Path | None = None, **options: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     seen, patience = Seen(), EarlyStopping("val/loss", patience=50)
-    saver = RunCheckpoint(folder, "{step}", save_last=True, save_top_k=-1, every_n_train_steps=1)
-    best = RunCheckpoint(folder, "best", monitor="val/loss", enable_version_counter=False)
+    saver = RunCheckpoint(folder, every_n_train_steps=1, keep_all=True)
+    best = ModelCheckpoint(folder, "best", monitor="val/loss", enable_version_counter=False)
     module = FusedCausalLMModule(
         tiny_model("llama"),
         optimizer=partial(torch.optim.AdamW, lr=1e-2),
@@ -73,7 +73,7 @@ def test_a_validation_that_a_kill_left_out_is_made_up_for_with_all_that_goes_by_
     unbroken = fit(tmp_path / "whole", **options)
     for step in (2, 4, 6, 9):
         folder = Path(shutil.copytree(tmp_path / "whole", tmp_path / f"from {step}"))  # with the best checkpoint
-        resumed = fit(folder, folder / f"step={step}.ckpt", **options)
+        resumed = fit(folder, folder / f"step-{step:06d}.ckpt", **options)
         for name in ("validations", "epochs"):
             assert resumed[name] == [entry for entry in unbroken[name] if entry[0] >= step], (step, name)
         for name in ("lr", "waited", "best", "weights"):

@@ -58,7 +58,7 @@ KINDS = {
 MOMENTS = {
     "starting": None,
     "preparing": "cache/**/*.incomplete*",  # what datasets writes
-    "training": "out/checkpoints/step-*",
+    "training": "out/checkpoints/last.ckpt*",
     "saving": "out/checkpoints/*.partial",
     "exporting": "out/exported.partial",
     "any": None,

@@ -97,7 +97,7 @@ def test_on_a_gpu_only_what_was_timed_is_filtered(capability, dtype, autocast, f
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("share", [0.07, 0.2, 0.3, 0.33, 0.34, 0.5, 1.0])
 def test_a_training_takes_at_no_step_five_percent_more_time_than_an_exact_one(share, learns):
-    """With the times of docs/filtered.md, the worse one where few columns are kept: 0.8 at 7 %, 1.6 at all."""
+    """With the measured times, the worse one where few columns are kept: 0.8 at 7 %, 1.6 at all."""
     shares = [max(share, 1 - step / 1000) if learns else share for step in range(2000)]
     taken = 0.0
     for step, (filters, kept) in enumerate(zip(calls(FilterSchedule(), shares), shares, strict=True), 1):

@@ -1,15 +1,13 @@
 """Head identification by experiment, capture of the head's input, and the forms in which hidden states are found."""
 
 import copy
-from collections import namedtuple
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import MODELS, VOCABULARY, WIDTH, sharpen, tiny_batch, tiny_llama, tiny_model
+from tiny_models import VOCABULARY, WIDTH, sharpen, tiny_batch, tiny_llama, tiny_model
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import spectral_norm
@@ -22,9 +20,9 @@ from transformers import (
     LlamaForCausalLM,
     LlamaModel,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutput
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from lit_fused import LanguageModel, LinearCrossEntropyLoss, Seq2SeqLanguageModel
+from lit_fused import LinearCrossEntropyLoss, Seq2SeqLanguageModel
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, identify_head, output_layer
 from lit_fused.heads.capture import InputCapture, extract_hidden_states
@@ -146,38 +144,6 @@ def test_neither_the_default_dtype_nor_the_default_device_of_the_moment_matters(
     assert found == expected
 
 
-def test_a_head_of_zeros_is_identified():
-    model = tiny_llama()
-    nn.init.zeros_(model.lm_head.weight)
-    assert str(identify_head(model)) == "Linear (97, 32)"
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_an_error_of_the_models_own_is_explained_only_behind_the_output_layer(before):
-    model = tiny_llama()
-    head = identify_head(model)
-
-    def fails(*_: Any) -> None:
-        raise TypeError("of its own")
-
-    (model.model if before else model.lm_head).register_forward_hook(fails)
-    language = LanguageModel(model, LinearCrossEntropyLoss())
-    language.replace_head(head)
-    with pytest.raises(TypeError if before else UnsupportedHeadError, match="^of its own" if before else "of its own"):
-        language(tiny_batch())
-
-
-def test_running_out_of_memory_is_no_fault_of_the_model():
-    def runs_out(*_: Any) -> None:
-        raise torch.OutOfMemoryError
-
-    model: Any = tiny_llama()
-    head = identify_head(model)
-    model.lm_head.register_forward_hook(runs_out)
-    with pytest.raises(torch.OutOfMemoryError), InputCapture(head, model):
-        model(tiny_batch()["input_ids"])
-
-
 def test_the_heads_bias_is_scaled_with_the_products_and_cut_with_the_weight():
     layer = nn.Linear(WIDTH, VOCABULARY, dtype=torch.float64)
     head = OutputHead(layer, scale=3.0, softcap=5.0, n_out=90)
@@ -187,13 +153,6 @@ def test_the_heads_bias_is_scaled_with_the_products_and_cut_with_the_weight():
     assert bias is not None
     by_formula = 5 * torch.tanh((3 * hidden @ weight.T + bias) / 5)
     torch.testing.assert_close(head.logits(hidden), by_formula, rtol=1e-12, atol=1e-12)
-
-
-def test_the_head_reads_its_layers_weight_as_it_is_at_the_time_of_use():
-    layer = nn.Linear(WIDTH, VOCABULARY)
-    head = OutputHead(layer)
-    layer.weight, layer.bias = nn.Parameter(torch.ones(VOCABULARY, WIDTH)), nn.Parameter(torch.zeros(VOCABULARY))
-    assert torch.equal(head.logits(torch.ones(1, WIDTH)), torch.full((1, VOCABULARY), float(WIDTH)))
 
 
 def test_identification_leaves_modes_weights_gradients_forwards_and_random_numbers_as_they_were():
@@ -214,13 +173,6 @@ def test_identification_leaves_modes_weights_gradients_forwards_and_random_numbe
     assert all(p.grad is None for p in model.parameters())
     assert "forward" not in model.get_output_embeddings().__dict__
     assert torch.equal(torch.get_rng_state(), random_numbers)
-
-
-def test_a_forward_that_another_tool_put_on_the_layer_is_still_there_afterwards():
-    model: Any = tiny_llama()
-    wrapped = model.lm_head.forward = lambda hidden: F.linear(hidden, model.lm_head.weight)
-    identify_head(model)
-    assert model.lm_head.forward is wrapped
 
 
 class Unshifted(LlamaForCausalLM):
@@ -255,11 +207,6 @@ class ChangedLogits(LlamaForCausalLM):
         return output
 
 
-class AddsVector(ChangedLogits):
-    def change(self, logits: Tensor) -> Tensor:
-        return logits + 0.01 * self.gains
-
-
 class TrainableGain(ChangedLogits):
     def change(self, logits: Tensor) -> Tensor:
         return logits * self.gain
@@ -273,16 +220,6 @@ class Cubes(ChangedLogits):
 class HardCap(ChangedLogits):
     def change(self, logits: Tensor) -> Tensor:
         return logits.clamp(-5, 5)
-
-
-class GainPerEntry(ChangedLogits):
-    def change(self, logits: Tensor) -> Tensor:
-        return logits * self.gains
-
-
-class Normalised(ChangedLogits):
-    def change(self, logits: Tensor) -> Tensor:
-        return logits.log_softmax(-1)
 
 
 class DropsPositions(ChangedLogits):
@@ -330,12 +267,6 @@ def with_head(head: nn.Module) -> LlamaForCausalLM:
     return model
 
 
-def with_hook(hook: Any) -> LlamaForCausalLM:
-    model = tiny_llama()
-    model.lm_head.register_forward_hook(hook)
-    return model
-
-
 def with_wrapped_forward() -> LlamaForCausalLM:
     model: Any = tiny_llama()
     own = model.lm_head.forward
@@ -344,12 +275,9 @@ def with_wrapped_forward() -> LlamaForCausalLM:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "adds a vector": (lambda: tiny_llama(AddsVector), "AddsVector .*it adds numbers to its logits"),
     "trainable gain": (lambda: tiny_llama(TrainableGain), "TrainableGain .*a trainable parameter acts on its logits"),
     "cubes": (lambda: tiny_llama(Cubes), "Cubes .*is not a scale, a softcap or a slice"),
     "hard cap": (lambda: tiny_llama(HardCap), "HardCap .*is not a scale, a softcap or a slice"),
-    "a gain per entry": (lambda: tiny_llama(GainPerEntry), "GainPerEntry .*is not a scale, a softcap or a slice"),
-    "log_softmax": (lambda: tiny_llama(Normalised), "Normalised .*it adds numbers to its logits"),
     "drops positions": (lambda: tiny_llama(DropsPositions), r"DropsPositions .*gives \(2, 8, 97\).*are \(2, 1, 97\)"),
     "no logits": (lambda: tiny_llama(NoLogits), "NoLogits .*its output has no logits"),
     "head runs twice": (lambda: tiny_llama(RunsTwice), "RunsTwice .*its output layer ran 2 times in one forward pass"),
@@ -371,11 +299,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "embedding": (lambda: with_head(nn.Embedding(VOCABULARY, WIDTH)), "LlamaForCausalLM .*is an Embedding"),
     "no head": (lambda: LlamaModel(tiny_llama().config), "LlamaModel .*is None.*AutoModelForCausalLM"),
-    "hook that adds": (
-        lambda: with_hook(lambda _, __, logits: logits + 1),
-        "LlamaForCausalLM .*adds numbers to its logits",
-    ),
-    "hook that bends": (lambda: with_hook(lambda _, __, logits: logits.relu()), "LlamaForCausalLM .*is not a scale"),
     "wrapped forward": (with_wrapped_forward, r"LlamaForCausalLM .*does not compute h W\^T \+ b"),
 }
 
@@ -394,11 +317,6 @@ def test_a_head_that_no_formula_covers_is_refused_with_class_reason_and_way_out(
         assert "forward" not in model.get_output_embeddings().__dict__
 
 
-def test_a_hook_that_only_scales_the_logits_is_part_of_the_formula():
-    head = identify_head(with_hook(lambda _, __, logits: 2 * logits))
-    assert head.scale == 2.0
-
-
 def test_hooks_that_make_the_weight_or_see_gradients_are_refused_where_the_layer_does_not_run():
     layer = prune.l1_unstructured(nn.Linear(WIDTH, VOCABULARY), "weight", 0.3)
     plain: Any = nn.Sequential(layer)
@@ -409,7 +327,7 @@ def test_hooks_that_make_the_weight_or_see_gradients_are_refused_where_the_layer
     prune.remove(layer, "weight")
     assert output_layer(plain) is layer
     layer.register_full_backward_hook(lambda layer, inputs, outputs: (0 * inputs[0],))
-    with pytest.raises(UserError, match=r"a hook of the output layer sees its gradients.*weight.register_hook"):
+    with pytest.raises(UserError, match=r"a hook of the output layer .*its gradients.*weight.register_hook"):
         output_layer(plain)
 
 
@@ -427,21 +345,9 @@ def test_forward_hooks_that_change_what_a_layer_returns_are_refused_where_it_doe
     for register, hook in hooks:
         handle = register(hook)
         for build in (lambda layer: LinearCrossEntropyLoss(output_embeddings=layer), lambda layer: output_layer(plain)):
-            with pytest.raises(UserError, match="a hook of the output layer changes its input or output"):
+            with pytest.raises(UserError, match="a hook of the output layer .*changes its input, its output"):
                 build(layer)
         handle.remove()
-
-
-def test_a_module_of_ones_own_is_not_told_to_choose_a_loss_that_refuses_its_layer_too():
-    plain: Any = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, VOCABULARY)))
-    plain.get_output_embeddings = lambda: plain[0]
-    with pytest.raises(UserError, match=r"not a plain linear layer; make it an nn.Linear, and compute the rest in"):
-        output_layer(plain)
-
-
-def test_a_model_without_get_output_embeddings_is_told_to_add_it():
-    with pytest.raises(UserError, match=r"GRU has no get_output_embeddings\(\): add this method .*nn.Linear"):
-        output_layer(nn.GRU(2, 2))
 
 
 # Capture
@@ -465,18 +371,6 @@ def test_capture_keeps_the_layers_input_and_gives_one_row_that_is_no_number():
     assert layer(hidden.float()).shape == (2, 3, VOCABULARY)
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_an_exception_inside_the_capture_leaves_the_layer_as_it_was(wrapped):
-    layer: Any = nn.Linear(WIDTH, VOCABULARY)
-    if wrapped:
-        layer.forward = lambda hidden: hidden
-    before = layer.__dict__.get("forward")
-    with pytest.raises(KeyError), InputCapture(OutputHead(layer), layer):
-        raise KeyError("in the model's forward")
-    assert layer.__dict__.get("forward") is before
-    assert ("forward" in layer.__dict__) == wrapped
-
-
 # Hidden states in the forms that backbones return them in
 
 
@@ -485,20 +379,6 @@ class OwnOutput:
     last_hidden_state: Tensor
 
 
-class SlottedOutput:
-    __slots__ = ("last_hidden_state",)
-
-    def __init__(self, last_hidden_state: Tensor) -> None:
-        self.last_hidden_state = last_hidden_state
-
-
-class PropertyOutput:
-    @property
-    def hidden_states(self) -> tuple[Tensor, Tensor]:
-        return OTHER, HIDDEN
-
-
-NamedOutput = namedtuple("NamedOutput", ["cache", "last_hidden_state"])
 HIDDEN, OTHER = torch.randn(2, 3, 4), torch.zeros(2, 3, 4)
 
 
@@ -507,65 +387,13 @@ HIDDEN, OTHER = torch.randn(2, 3, 4), torch.zeros(2, 3, 4)
     [
         pytest.param(HIDDEN, id="tensor"),
         pytest.param((HIDDEN, OTHER), id="tuple"),
-        pytest.param([HIDDEN, None], id="list"),
-        pytest.param(
-            {"last_hidden_state": HIDDEN, "hidden_states": (OTHER,)}, id="dict: last_hidden_state comes first"
-        ),
-        pytest.param({"hidden_states": HIDDEN}, id="dict: hidden_states, a tensor"),
-        pytest.param({"hidden_states": (OTHER, HIDDEN)}, id="dict: hidden_states of all layers"),
+        pytest.param({"last_hidden_state": HIDDEN, "hidden_states": (OTHER,)}, id="dict"),
         pytest.param(BaseModelOutputWithPast(last_hidden_state=HIDDEN), id="transformers' output"),
-        pytest.param(
-            BaseModelOutputWithPast(last_hidden_state=HIDDEN, hidden_states=(OTHER, OTHER)),
-            id="transformers' with layers",
-        ),
-        pytest.param(CausalLMOutput(logits=OTHER, hidden_states=(OTHER, HIDDEN)), id="transformers' causal output"),
         pytest.param(OwnOutput(HIDDEN), id="dataclass"),
-        pytest.param(SlottedOutput(HIDDEN), id="slots"),
-        pytest.param(PropertyOutput(), id="property"),
-        pytest.param(NamedOutput(OTHER, HIDDEN), id="named tuple"),
-        pytest.param(
-            SimpleNamespace(hidden_states=(OTHER, OTHER, HIDDEN)), id="object with hidden_states of all layers"
-        ),
-        pytest.param(SimpleNamespace(last_hidden_state=None, hidden_states=[HIDDEN]), id="object with an empty field"),
     ],
 )
 def test_hidden_states_are_found_in_every_form_that_backbones_use(output):
     assert extract_hidden_states(output, "Backbone") is HIDDEN
-
-
-@pytest.mark.parametrize(
-    ("output", "named"),
-    [
-        (None, "NoneType"),
-        (torch.zeros(2, 3, dtype=torch.int64), "Tensor"),
-        ((), "tuple"),
-        ([], "list"),
-        ((None, HIDDEN), "tuple"),
-        ({}, "dict"),
-        ({"logits": HIDDEN, "loss": None}, r"dict with \['logits', 'loss'\]"),
-        ({"hidden_states": ()}, r"dict with \['hidden_states'\]"),
-        ({"last_hidden_state": torch.zeros(2, 3, dtype=torch.bool)}, "dict with"),
-        (CausalLMOutput(logits=HIDDEN), r"CausalLMOutput with \['logits'\]"),
-        (SimpleNamespace(logits=HIDDEN), "SimpleNamespace"),
-        ("text", "str"),
-    ],
-)
-def test_an_output_without_hidden_states_is_answered_with_the_list_of_forms(output, named):
-    with pytest.raises(UserError, match=f"MyBackbone returned {named}") as refusal:
-        extract_hidden_states(output, "MyBackbone")
-    message = str(refusal.value)
-    assert all(
-        form in message
-        for form in ("a tensor (..., D)", "a tuple", "a dict", "'last_hidden_state'", "'hidden_states'", "attribute")
-    )
-
-
-def test_every_tiny_model_has_weights_that_do_not_depend_on_the_callers_seed():
-    torch.manual_seed(1)
-    first = tiny_model("llama")
-    torch.manual_seed(2)
-    assert torch.equal(first.lm_head.weight, tiny_model("llama").lm_head.weight)
-    assert set(EXPECTED) <= set(MODELS)
 
 
 def test_an_encoder_decoder_made_of_two_models_reads_the_labels_as_it_does_itself():

@@ -5,23 +5,17 @@ Deltas are never zero here: a loss that read only the frozen weight would be rig
 
 import copy
 import math
-import sys
-import warnings
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import architectures
 import peft
 import pytest
 import torch
-from architectures import Entry
 from composed import composed
 from hydra.utils import instantiate
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_helpers import loader, quiet_trainer
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny_models import VOCABULARY, ScaledInTraining, sharpen, tiny_batch, tiny_llama, tiny_model
+from tiny_models import VOCABULARY, sharpen, tiny_batch, tiny_llama, tiny_model
 from tiny_seq2seq import pair_batch, tiny_seq2seq
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM
@@ -38,7 +32,6 @@ from lit_fused import (
 )
 from lit_fused.app.commands import MODES
 from lit_fused.app.config import check_config
-from lit_fused.callbacks import ExportPretrained
 from lit_fused.heads.probe import UnsupportedHeadError
 from lit_fused.losses import Loss
 
@@ -129,14 +122,6 @@ def test_float32_adapters_on_a_bf16_model_are_as_exact_as_in_pefts_own_forward(d
     assert_exact(model)
 
 
-def test_dropout_draws_the_mask_of_pefts_own_forward_and_another_one_with_another_seed():
-    model = adapted(lora(lora_dropout=0.5)).double()
-    ours = loss_and_gradients(model, LinearCrossEntropyLoss())["loss"]
-    assert ours == pytest.approx(loss_and_gradients(model, CrossEntropyLoss())["loss"].item(), rel=1e-6)
-    assert abs(ours - loss_and_gradients(model, LinearCrossEntropyLoss(), seed=1)["loss"]) > 1e-3
-    assert abs(ours - loss_and_gradients(model.eval(), LinearCrossEntropyLoss())["loss"]) > 1e-3
-
-
 def test_several_active_adapters_add_up_each_with_its_rank_scaling_and_dropout():
     model = adapted()
     model.add_adapter("second", lora(["lm_head"], r=3, lora_alpha=5, use_rslora=True, lora_dropout=0.2))
@@ -146,11 +131,6 @@ def test_several_active_adapters_add_up_each_with_its_rank_scaling_and_dropout()
     gradients = assert_exact(with_deltas(model))
     names = {key.split(".")[-2] for key in gradients if "lm_head" in key}
     assert names == {"default", "second"}
-
-
-def test_a_biased_output_layer_whose_bias_is_trained_gets_its_gradient():
-    gradients = assert_exact(adapted(lora(bias="all"), "phi"))
-    assert gradients["base_model.model.lm_head.base_layer.bias"].norm() > 0
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied"])
@@ -173,12 +153,6 @@ def test_lora_on_tied_embeddings_is_exact_in_pefts_own_two_ways(tying):
     assert any("lm_head.lora_A" in key for key in gradients) == tying
 
 
-@pytest.mark.parametrize("targets", [["q_proj"], "all-linear"])
-def test_lora_elsewhere_leaves_the_output_layer_frozen_and_without_gradient(targets):
-    model = adapted(lora(targets), "gemma2")
-    assert not any("head" in key or "embed" in key for key in assert_exact(model))
-
-
 @pytest.mark.parametrize(
     "loss",
     [
@@ -192,16 +166,6 @@ def test_lora_elsewhere_leaves_the_output_layer_frozen_and_without_gradient(targ
 )
 def test_every_backend_gives_the_same_numbers(loss):
     assert_exact(adapted(lora(lora_dropout=0.1), "granite"), loss)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("config", [lora(), lora(["q_proj"], modules_to_save=["lm_head"])], ids=["lora", "saved"])
-def test_a_compiled_peft_model_gives_the_same_numbers(config):
-    model = adapted(config)
-    expected = loss_and_gradients(model, LinearCrossEntropyLoss())
-    found = loss_and_gradients(torch.compile(model, backend="aot_eager"), LinearCrossEntropyLoss())  # type: ignore[arg-type]
-    for key, value in expected.items():
-        torch.testing.assert_close(found[key if key == "loss" else f"_orig_mod.{key}"], value, rtol=1e-4, atol=1e-6)
 
 
 def test_merged_or_disabled_adapters_are_followed_as_in_pefts_own_forward():
@@ -226,22 +190,6 @@ def test_loras_dropout_is_no_difference_to_the_spot_check():
     model.prepare(CPU)
     model.spot_check(tiny_batch())
     assert all(module.training for module in model.backbone.modules())
-
-
-def test_the_spot_check_finds_what_a_model_with_an_adapter_does_in_training_only():
-    model = LanguageModel(
-        with_deltas(get_peft_model(tiny_llama(ScaledInTraining), lora())).train(), LinearCrossEntropyLoss()
-    )
-    model.prepare(CPU)
-    with pytest.raises(UserError, match="does something to its logits"):
-        model.spot_check(tiny_batch())
-
-
-def test_the_loss_alone_takes_an_adapted_output_layer():
-    model = adapted(name="llama")
-    loss = LinearCrossEntropyLoss(output_embeddings=model.get_base_model().get_output_embeddings())
-    hidden = model.get_base_model().model(tiny_batch()["input_ids"]).last_hidden_state
-    torch.testing.assert_close(loss.forward_logits(hidden), model(tiny_batch()["input_ids"]).logits)
 
 
 def test_an_encoder_decoder_with_lora_on_its_output_layer_is_exact():
@@ -361,12 +309,6 @@ def test_an_adapter_that_is_activated_after_preparation_is_refused_in_the_next_s
         fused(tiny_batch())
 
 
-def test_an_adapter_for_each_row_is_refused():
-    fused = LanguageModel(adapted().eval(), LinearCrossEntropyLoss())
-    with pytest.raises(UserError, match="adapter_names, PEFT's choice of an adapter for each row"):
-        fused(tiny_batch() | {"adapter_names": ["default", "__base__", "default"]})
-
-
 class NamesItsEmbedding(LlamaForCausalLM):
     def get_output_embeddings(self) -> nn.Module:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.model.embed_tokens
@@ -378,19 +320,6 @@ def test_an_output_layer_found_by_its_shape_is_never_the_layer_inside_an_adapter
     model = get_peft_model(tiny_llama(NamesItsEmbedding), peft.IA3Config(target_modules=HEAD, feedforward_modules=[]))
     with pytest.raises(UnsupportedHeadError, match="peft.tuners.ia3.layer.Linear"):
         LanguageModel(model, LinearCrossEntropyLoss()).prepare(CPU)
-
-
-class QuantisedTensor(Tensor):
-    """Like the weights of torchao: another tensor class inside a layer that stays an ``nn.Linear``."""
-
-
-@pytest.mark.parametrize("with_lora", [False, True])
-def test_a_weight_of_another_tensor_class_is_refused_by_type(with_lora):
-    model = tiny_model("llama")
-    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().as_subclass(QuantisedTensor))
-    backbone = get_peft_model(model, lora()) if with_lora else model
-    with pytest.raises(UnsupportedHeadError, match=r"LlamaForCausalLM .*weight of type test_peft.QuantisedTensor"):
-        LanguageModel(backbone, LinearCrossEntropyLoss()).prepare(CPU)
 
 
 # Training, checkpoints, generation, export
@@ -449,25 +378,6 @@ def test_eight_steps_from_zero_deltas_are_those_of_the_standard_loss(optimizer, 
     assert math.prod(errors[1::2]) <= math.prod(limits[1::2])
 
 
-def checkpointed(folder: Path, **options: Any) -> Any:
-    callbacks = [ModelCheckpoint(folder, save_last=True, every_n_train_steps=2, save_top_k=0)]
-    return quiet_trainer(folder, enable_checkpointing=True, callbacks=callbacks, **options)
-
-
-def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path):
-    batches = [tiny_batch(2, 24), tiny_batch(4, 10)]
-
-    def module(model: Any) -> FusedCausalLMModule:
-        return FusedCausalLMModule(model, scheduler=lambda o: torch.optim.lr_scheduler.ConstantLR(o, 1.0))
-
-    whole, half, resumed = module(adapted()), module(adapted()), module(with_deltas(adapted()))
-    checkpointed(tmp_path / "whole", max_steps=4).fit(whole, loader(batches))
-    checkpointed(tmp_path / "half", max_steps=2).fit(half, loader(batches))
-    checkpointed(tmp_path / "resumed", max_steps=4).fit(resumed, loader(batches), ckpt_path=tmp_path / "half/last.ckpt")
-    for (name, p), q in zip(whole.named_parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(p, q), name
-
-
 def test_only_the_adapters_are_optimised_and_a_model_without_any_to_train_is_refused(tmp_path):
     module = FusedCausalLMModule(adapted())
     quiet_trainer(tmp_path, max_steps=1).fit(module, loader([tiny_batch()]))
@@ -478,22 +388,6 @@ def test_only_the_adapters_are_optimised_and_a_model_without_any_to_train_is_ref
     loaded = PeftModel.from_pretrained(tiny_model("llama"), tmp_path)
     with pytest.raises(UserError, match="no parameter of PeftModelForCausalLM is to be trained.*is_trainable=True"):
         quiet_trainer(tmp_path, max_steps=1).fit(FusedCausalLMModule(loaded), loader([tiny_batch()]))
-
-
-def test_generation_after_training_is_that_of_an_untouched_peft_model_with_the_same_weights(tmp_path):
-    module = FusedCausalLMModule(adapted(), optimizer=partial(torch.optim.AdamW, lr=1e-2))
-    quiet_trainer(tmp_path, max_steps=3).fit(module, loader([tiny_batch()]))
-    untouched = adapted()
-    untouched.load_state_dict(module.backbone.state_dict())
-    prompt = tiny_batch()["input_ids"][:, :5]
-    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
-    expected = untouched.eval().generate(input_ids=prompt, **options)
-    assert torch.equal(module.generate(prompt, **options), expected)
-    assert module.training
-    ids = tiny_batch()["input_ids"]
-    assert torch.equal(module.backbone.eval()(ids).logits, untouched(ids).logits)
-    with module.backbone.disable_adapter():  # type: ignore[operator]
-        assert not torch.equal(module.generate(prompt, **options), expected), "the adapters make a difference"
 
 
 _EXPORTED: dict[str, tuple[str, Any]] = {
@@ -538,13 +432,6 @@ def test_an_export_is_a_plain_model_with_the_adapters_merged_and_beside_it_the_a
     assert not [key for key in merged.state_dict() if "lora" in key]
 
 
-def test_an_export_has_the_output_layer_that_is_tied_to_the_decoders_embedding_alone(tmp_path):
-    model = get_peft_model(architectures.tiny_model(Entry("t5gemma", "seq2seq")), lora("all-linear", task_type=None))
-    FusedSeq2SeqLMModule(with_deltas(model).eval()).save_pretrained(tmp_path / "exported")
-    merged = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "exported").eval()
-    torch.testing.assert_close(merged(**pair_batch()).logits, model(**pair_batch()).logits, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("name", "targets", "whole"),
     [
@@ -560,19 +447,6 @@ def test_an_export_of_an_encoder_decoder_has_all_tables_that_adapters_have_untie
     merged = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "exported").eval()
     batch: Any = pair_batch()
     torch.testing.assert_close(merged(**batch).logits, model(**batch).logits, rtol=1e-4, atol=1e-4)
-
-
-def test_exporting_at_the_end_of_training_leaves_a_model_that_trains_on(tmp_path):
-    export = ExportPretrained(tmp_path / "exported")
-    module = FusedCausalLMModule(adapted())
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*tie_word_embeddings.*")
-        quiet_trainer(tmp_path, max_steps=1, callbacks=[export]).fit(module, loader([tiny_batch()]))
-    weights = [p.clone() for p in module.parameters()]
-    quiet_trainer(tmp_path, max_steps=2).fit(module, loader([tiny_batch()] * 2))
-    moved = [n for (n, p), before in zip(module.named_parameters(), weights, strict=True) if not torch.equal(p, before)]
-    assert moved
-    assert all(".lora_" in name for name in moved)
 
 
 def test_adapters_that_cannot_be_merged_are_exported_alone_with_a_warning(tmp_path):
@@ -599,11 +473,3 @@ def test_the_configuration_builds_a_peft_model_around_the_chosen_one(overrides, 
         {"lm_head"} if overrides else {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
     )
     model.save_pretrained(tmp_path)  # its configuration is of plain lists, which JSON knows
-
-
-def test_without_the_package_the_configuration_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    monkeypatch.delitem(sys.modules, "lit_fused.models.adapted", raising=False)
-    monkeypatch.delattr("lit_fused.models.adapted", raising=False)
-    with pytest.raises(UserError, match=r"cannot import peft.LoraConfig .*lit-fused\[peft\]"):
-        check_config(composed("model=lora"), MODES)

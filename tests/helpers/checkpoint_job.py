@@ -209,7 +209,7 @@ class AsksItself(L.Callback):
 
 def asked(strategy: str, folder: Path) -> Any:
     """Return how each rank ends if rank 1 is asked to stop."""
-    saver = RunCheckpoint(folder / strategy, filename="{step}", save_last=True, every_n_train_steps=100)
+    saver = RunCheckpoint(folder / strategy, every_n_train_steps=100)
     callbacks = [StopOnSignal(), AsksItself(), saver]
     try:
         train(strategy, folder, 100, enable_checkpointing=True, callbacks=callbacks)
@@ -232,7 +232,7 @@ def poisoned(strategy: str, folder: Path) -> Any:
     for name, watch in (("watched", FiniteWatch()), ("saved", FiniteWatch(patience=9))):
         path = folder / strategy / name
         every = {"watched": 2, "saved": 1}[name]
-        saver = RunCheckpoint(path, filename="{step}", save_last=True, every_n_train_steps=every)
+        saver = RunCheckpoint(path, every_n_train_steps=every)
         try:
             train(strategy, folder, 4, enable_checkpointing=True, callbacks=[Poisons(), watch, saver])
         except UserError as error:

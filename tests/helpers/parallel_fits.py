@@ -22,7 +22,7 @@ STRATEGIES = ("single", "ddp", "fsdp2", "tp", "fsdp2_tp", "pp", "pp_ddp", "pp_fs
 
 MODELS = ("llama", "llama_tied", "qwen3", "qwen3_tied", "gemma2_untied", "gemma2")
 
-MATRIX = [  # docs/parallelism_matrix.md has all of it
+MATRIX = [  # docs/evidence/strategies.json has all of it
     Case(strategy, model, loss, precision)
     for strategy in STRATEGIES
     for model in MODELS

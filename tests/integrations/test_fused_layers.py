@@ -139,16 +139,6 @@ def test_layers_whose_forward_another_library_has_replaced_are_left_as_they_are(
     assert not graphs()
 
 
-def test_layers_that_the_compiler_refuses_run_as_they_are(monkeypatch):
-    def cannot(*_: Any) -> Any:
-        raise RuntimeError("this backend compiles nothing")
-
-    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=cannot))
-    model = lit_fused.fuse(tiny_model("llama").train())
-    with pytest.warns(UserWarning, match="LlamaDecoderLayer cannot be compiled"):
-        torch.testing.assert_close(step(model), step(tiny_model("llama").train()))
-
-
 def test_nothing_is_compiled_on_a_cpu_and_other_ways_to_compile_are_refused(monkeypatch):
     monkeypatch.setattr("lit_fused.integrations.fuse._COMPILED_ON", ("cuda",))
     step(lit_fused.fuse(tiny_model("llama").train()))

@@ -33,7 +33,6 @@ from transformers import (
 import lit_fused
 
 LENGTHS = (24, 9, 17, 30, 5, 24, 12, 20)  # Micro-batches have different numbers of tokens.
-STEPS = 4  # of the optimizer, each of two micro-batches of one row
 
 ARGUMENTS: dict[str, Any] = {
     "use_cpu": True,
@@ -163,17 +162,6 @@ def test_a_loop_with_one_line_added_trains_as_before(loop: Callable[[Any, Path],
     for name, weight in exact.items():
         error, usual_error = (weights[name] - weight).norm(), (own[name] - weight).norm()
         assert error <= 2 * usual_error + 1e-6 * weight.norm(), name
-
-
-def test_an_evaluation_with_metrics_is_told_that_there_are_no_logits(tmp_path: Path) -> None:
-    model = lit_fused.fuse(tiny_model("llama"))
-    trainer = trainer_of(model, tmp_path, compute_metrics=lambda predictions: {})
-    with pytest.raises(lit_fused.UserError, match="prediction_loss_only=True"):
-        trainer.evaluate()
-    with pytest.raises(lit_fused.UserError, match=r"lit_fused\.unfuse"):
-        trainer.predict(rows())  # type: ignore[arg-type]
-    lit_fused.unfuse(model)
-    assert trainer.predict(rows()).predictions.shape == (8, 30, 97)  # type: ignore[arg-type, union-attr]
 
 
 @pytest.mark.slow

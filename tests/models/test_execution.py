@@ -136,10 +136,6 @@ def test_only_layers_that_nobody_asked_to_compile_run_as_they_are_where_the_comp
         torch.compile(lambda x: 2 * x, backend=cannot_be_compiled)(torch.ones(2))
 
 
-def test_a_fit_on_a_cpu_compiles_nothing_by_default(tmp_path):
-    assert not fitted(tmp_path, tiny_model("llama"), "auto").model.is_compiled
-
-
 @pytest.mark.needs_compiler
 def test_what_cannot_be_compiled_is_refused_by_name(monkeypatch):
     model = LanguageModel(tiny_model("llama"), LinearCrossEntropyLoss())
@@ -168,11 +164,3 @@ def test_what_cannot_be_compiled_is_refused_by_name(monkeypatch):
         check_compile(model, "whole", CPU)
     with pytest.raises(UserError, match="compile must be one of none, auto, regional, whole, got 'all'"):
         FusedCausalLMModule(tiny_model("llama"), compile="all")
-
-
-def test_a_missing_compiler_is_named_before_training(monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    model = LanguageModel(tiny_model("llama"), LinearCrossEntropyLoss())
-    missing = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
-    with missing, pytest.raises(UserError, match=r"compile=whole needs a C\+\+ compiler.*or choose compile=none"):
-        check_compile(model, "whole", CPU)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import start_memory
 import torch
@@ -21,11 +20,10 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 from torch import Tensor, nn
 from torchrun import run
-from transformers import AutoConfig, AutoModelForCausalLM, MllamaTextConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import lit_fused
 from lit_fused import FusedCausalLMModule, FusedSeq2SeqLMModule, UserError
-from lit_fused.app.restore import load
 from lit_fused.models.load import is_deferred, materialize, places_of
 from lit_fused.parallel.twin import small_twin
 
@@ -141,21 +139,6 @@ def test_an_encoder_decoder_is_built_and_loaded_late(tmp_path: Path) -> None:
     same(again, ours.eval())
 
 
-def test_a_decoder_that_hears_is_built_and_loaded_late_and_is_a_causal_model(tmp_path: Path) -> None:
-    config: Any = tiny_config(next(entry for entry in ENTRIES if entry.model_type == "voxtral"))
-    module = FusedCausalLMModule(lit_fused.from_config(config, seed=4))
-    module.save_pretrained(tmp_path / "out")
-    again = load(tmp_path / "out")
-    assert type(again) is FusedCausalLMModule
-    same(again.backbone, module.backbone)
-    assert again.auto_class == "AutoModelForSeq2SeqLM"  # In transformers' own words, which the model's card gives.
-
-
-def test_a_configuration_that_no_auto_class_knows_is_refused_by_name() -> None:
-    with pytest.raises(UserError, match="no language model for a MllamaTextConfig; if there is one"):
-        lit_fused.from_config(MllamaTextConfig())
-
-
 def rewrite(folder: Path, change: Any) -> None:
     weights = load_file(folder / "model.safetensors")
     change(weights)
@@ -170,20 +153,6 @@ def test_weights_that_would_be_random_or_lost_are_refused(tmp_path: Path) -> Non
     for folder, message in ((missing, "has no weights for lm_head.weight"), (untied, "are tied otherwise than")):
         with pytest.raises(UserError, match=message):
             materialize(lit_fused.from_pretrained(folder))
-
-
-def test_a_tied_weight_may_be_stored_under_either_name_and_twice(tmp_path: Path) -> None:
-    model = tiny_model("llama_tied")
-    for case in ("other", "both"):
-        folder = saved(model, tmp_path / case)
-        weights = load_file(folder / "model.safetensors")
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-        if case == "other":
-            del weights["model.embed_tokens.weight"]
-        save_file(weights, folder / "model.safetensors", {"format": "pt"})
-        ours = lit_fused.from_pretrained(folder)
-        materialize(ours)
-        same(ours, model)
 
 
 # The models below are inside of a module.
@@ -241,28 +210,6 @@ def test_weights_that_come_late_are_those_that_the_precision_makes_of_early_ones
         trainer.predict(FusedCausalLMModule(model), loader(batches()[:1]))
     same(ours, early)
     assert ours.model.rotary_emb.inv_freq.dtype == (torch.float64 if precision == "64-true" else torch.float32)
-
-
-def test_a_tokenizer_larger_than_the_vocabulary_is_still_refused(tmp_path: Path) -> None:
-    class Data(L.LightningDataModule):
-        tokenizer = range(98)
-
-        def predict_dataloader(self) -> Any:
-            return loader(batches()[:1])
-
-    module = FusedCausalLMModule(lit_fused.from_config(tiny_model("llama").config))
-    with pytest.raises(UserError, match="the tokenizer has 98 entries"):
-        quiet_trainer(tmp_path).predict(module, datamodule=Data())
-
-
-def test_a_failure_before_the_weights_have_come_keeps_its_own_words(tmp_path: Path) -> None:
-    class Data(L.LightningDataModule):
-        def prepare_data(self) -> None:
-            raise UserError("there is no text")
-
-    module = FusedCausalLMModule(lit_fused.from_config(tiny_model("llama").config))
-    with pytest.raises(UserError, match="there is no text"):
-        quiet_trainer(tmp_path).fit(module, datamodule=Data())
 
 
 # Under strategies.

@@ -4,7 +4,6 @@ import copy
 from functools import partial
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_fused import FusedCausalLMModule, UserError
-from lit_fused.models.precision import RotaryHalfPrecision, prepare_precision
+from lit_fused.models.precision import RotaryHalfPrecision
 
 POSITION = 8192
 ROTARY = ["llama", "gemma2", "qwen3", "phi", "gpt_neox", "cohere", "falcon_h1", "olmo2", "mixtral", "mistral"]
@@ -68,15 +67,6 @@ def test_models_of_many_kinds_run_with_whole_frequencies(name, precision):
     assert kept(input_ids=ids, use_cache=False).logits.dtype == half
 
 
-@pytest.mark.parametrize("name", ["bart", "gptj"])
-def test_models_without_frequencies_become_what_lightning_makes_of_them(name):
-    """GPT-J keeps cosines, which are rounded once at any position."""
-    theirs = HalfPrecision("bf16-true").convert_module(tiny_model(name))
-    ours = RotaryHalfPrecision("bf16-true").convert_module(tiny_model(name))
-    assert {n: t.dtype for n, t in ours.named_buffers()} == {n: t.dtype for n, t in theirs.named_buffers()}
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
-
-
 @pytest.mark.parametrize("stage", ["fit", "validate", "predict"])
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
 def test_a_trainer_with_bf16_true_keeps_them_by_itself(stage, strategy, tmp_path):
@@ -88,31 +78,6 @@ def test_a_trainer_with_bf16_true_keeps_them_by_itself(stage, strategy, tmp_path
     assert {p.dtype for p in backbone.parameters()} == {torch.bfloat16}
     assert cosine_error(frequencies(backbone)[0], whole) == 0
     assert trainer.precision == "bf16-true"
-
-
-def test_a_second_fit_of_the_same_module_is_no_different(tmp_path):
-    module = FusedCausalLMModule(tiny_llama())
-    for _ in range(2):
-        quiet_trainer(tmp_path, max_steps=1, precision="bf16-true").fit(module, loader(ragged_batches(1)))
-    assert frequencies(module)[0].dtype == torch.float32
-
-
-class Plain(L.LightningModule):
-    """A module of somebody else around the same model."""
-
-    def __init__(self, backbone: nn.Module) -> None:
-        super().__init__()
-        self.backbone = backbone
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.backbone(input_ids=batch["input_ids"]).logits
-
-
-def test_without_the_plugin_lightning_rounds_them(tmp_path):
-    backbone = tiny_llama()
-    trainer = quiet_trainer(tmp_path, precision="bf16-true")
-    trainer.predict(Plain(backbone), loader(ragged_batches(1)))
-    assert frequencies(backbone)[0].dtype == torch.bfloat16
 
 
 def test_a_model_that_was_made_in_bfloat16_has_whole_frequencies_and_keeps_them(tmp_path):
@@ -182,25 +147,6 @@ def test_float16_parameters_are_refused_where_they_would_stay_so(precision, tmp_
     module, trainer = FusedCausalLMModule(backbone), quiet_trainer(tmp_path, max_steps=1, precision=precision)
     with pytest.raises(UserError, match=HALF):
         trainer.fit(module, loader(ragged_batches(1)))
-
-
-@pytest.mark.filterwarnings("error:.*is bfloat16 and stays so")
-@pytest.mark.parametrize(("precision", "dtype"), [("bf16-true", torch.bfloat16), ("64-true", torch.float64)])
-def test_half_parameters_train_where_the_precision_casts_them(precision, dtype, tmp_path):
-    for half in (torch.float16, torch.bfloat16):
-        backbone = tiny_model("gpt2", half)
-        trainer = quiet_trainer(tmp_path, max_steps=1, precision=precision)
-        trainer.fit(FusedCausalLMModule(backbone), loader(ragged_batches(1)))
-        assert {p.dtype for p in backbone.parameters()} == {dtype}
-        assert all(p.isfinite().all() for p in backbone.parameters())
-
-
-def test_frozen_and_evaluated_float16_parameters_are_no_harm(tmp_path):
-    module = FusedCausalLMModule(tiny_model("gpt2", torch.float16))
-    quiet_trainer(tmp_path).validate(module, loader(ragged_batches(1)))
-    frozen = tiny_model("gpt2", torch.float16).requires_grad_(False)
-    model = nn.ModuleList([frozen, nn.Linear(2, 2)])
-    prepare_precision(quiet_trainer(tmp_path).strategy, model, training=True)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

@@ -17,7 +17,6 @@ from torch import Tensor
 from lit_fused import FusedPolicyModule, LanguageModel, PolicyLoss
 from lit_fused.data import RolloutDataModule
 from lit_fused.errors import UserError
-from lit_fused.objectives import policy
 from lit_fused.objectives.policy_loss import OBJECTIVES
 from lit_fused.ops import TokenScores
 
@@ -200,36 +199,6 @@ def test_groups_that_are_cut_into_micro_batches_are_whole(objective, tmp_path):
             assert (weight - whole).norm() <= 1e-6 * whole.norm()  # Llama's norms are float32.
 
 
-def without_answers(batch: dict[str, Tensor], *rows: int) -> dict[str, Tensor]:
-    """A batch in which some completions are not learned from: a group's tokens are those of the others."""
-    labels = batch["labels"].clone()
-    labels[[*rows]] = -100
-    of_group = (labels != -100).sum(-1).view(2, 3).sum(-1).repeat_interleave(3)
-    return batch | {"labels": labels, "group_tokens": of_group.float()}
-
-
-def test_a_group_weighs_as_much_with_a_completion_that_is_not_learned_from(tmp_path):
-    batch = without_answers(batch_of(tmp_path, lines(log_probs=False)), 0, 1)
-    model = LanguageModel(tiny_model("llama"), PolicyLoss("dapo"))
-    batch["advantages"] = torch.tensor([1.0] * 3 + [2.0] * 3)[:, None].expand(batch["labels"].shape)
-    assert model(batch).loss.item() == pytest.approx(-1.5)  # the mean of the two groups' means, -1 and -2
-
-
-def test_groups_with_completions_that_are_not_learned_from_are_whole_in_micro_batches(tmp_path):
-    batch = without_answers(batch_of(tmp_path, lines()), 1, 5)
-    found = []
-    for size in (6, 1, 4):
-        module = FusedPolicyModule(tiny_model("llama").double(), PolicyLoss("dapo"), *TRAINED)
-        cut = zip(*(value.split(size) for value in batch.values()), strict=True)
-        parts = [dict(zip(batch, values, strict=True)) for values in cut]
-        trainer = fitted(tmp_path, module, parts, accumulate_grad_batches=len(parts), max_epochs=1)
-        found.append((trainer.callback_metrics["train/loss"], [p.detach() for p in module.parameters()]))
-    for loss, weights in found[1:]:
-        torch.testing.assert_close(loss, found[0][0], rtol=1e-6, atol=1e-9)
-        for weight, whole in zip(weights, found[0][1], strict=True):
-            assert (weight - whole).norm() <= 1e-6 * whole.norm()  # Llama's norms are float32.
-
-
 def test_advantages_of_tokens_are_taken_as_they_are(tmp_path):
     rollouts = lines()
     for line in rollouts:
@@ -277,11 +246,6 @@ def test_numbers_that_would_be_silently_wrong_are_refused_with_their_rollout(cha
     assert "\n" not in str(raised.value)
 
 
-def test_a_group_that_is_null_is_that_of_the_prompt(tmp_path):
-    batch = batch_of(tmp_path, [line | {"group": None} for line in lines()])
-    assert batch["group_size"].tolist() == [3.0] * 6
-
-
 @pytest.mark.parametrize("name", ["reward", "advantages"])
 def test_a_batch_of_ones_own_with_nan_is_refused(name, tmp_path):
     batch = batch_of(tmp_path, lines()) | {"advantages": torch.ones(6, 1)}
@@ -308,29 +272,6 @@ def test_numbers_of_another_shape_and_missing_ones_are_refused(name, numbers, wo
     for run in (module.model, module.model.spot_check)[: 1 if numbers is None else 2]:
         with pytest.raises(UserError, match=words):
             run(batch)
-
-
-def test_given_advantages_are_normalized_by_groups_without_rewards(tmp_path):
-    rollouts = lines()
-    with_rewards = batch_of(tmp_path, rollouts)
-    for line in rollouts:
-        line["advantage"] = line.pop("reward")
-    model = LanguageModel(tiny_model("llama"), PolicyLoss("dapo"))
-    batch = batch_of(tmp_path, rollouts)
-    expected = model(with_rewards | {"advantages": batch["advantages"]}).loss
-    torch.testing.assert_close(model(batch).loss, expected)
-    del batch["group_tokens"]
-    with pytest.raises(UserError, match="objective=dapo needs advantages, group_size, group_tokens; this batch has"):
-        model(batch)
-
-
-def test_groups_of_one_are_counted_beside_others(tmp_path):
-    rollouts = [line | {"group": min(index, 4)} for index, line in enumerate(lines(log_probs=False))]
-    module = FusedPolicyModule(tiny_model("llama"), PolicyLoss("grpo"))
-    with pytest.warns(UserWarning, match="objective=grpo learns nothing from 4 of 6 completions"):
-        quiet_trainer(tmp_path, max_steps=1).fit(module, data_of(tmp_path, rollouts))
-    for kind in ("leave_one_out", "group_normalized", "group_centered"):
-        assert policy.advantage_of(torch.ones(1), policy.Group(*torch.tensor([[1.0], [0], [1], [5]])), kind) == 0
 
 
 def test_groups_of_one_alone_are_refused_where_completions_are_compared(tmp_path):
@@ -363,22 +304,6 @@ def test_ratios_beyond_float32_give_what_the_formula_gives_in_float64(ratio, hig
     torch.testing.assert_close(found, expected.float())
     gradients = torch.autograd.grad(found, log_prob)[0], torch.autograd.grad(expected, exact)[0].float()
     torch.testing.assert_close(*gradients)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"objective": "gpro"}, "did you mean grpo"),
-        ({"objective": "dr_grpo"}, "divides by a constant length"),
-        ({"ratio": "word"}, "ratio must be one of none, token, sequence, trajectory"),
-        ({"kl_estimator": "k4"}, "kl_estimator must be one of k1, k2, k3"),
-        ({"clip_low": -1.0}, "clip_low must be above 0"),
-        ({"temperature": 0.0}, "temperature must be a positive number"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(options, words):
-    with pytest.raises(UserError, match=words):
-        PolicyLoss(**options)
 
 
 @pytest.mark.slow

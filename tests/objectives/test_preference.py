@@ -1,8 +1,7 @@
 """Objectives of preferences against an implementation of logits in float64: losses, gradients and what is logged."""
 
 import math
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ import torch.nn.functional as F
 from lightning_helpers import loader, quiet_trainer
 from preference_cases import OPTIONS, packed, pairs, perturbed, plain, singles
 from tiny_models import tiny_model
-from torch import Tensor
 
 from lit_fused import FusedPreferenceModule, LanguageModel, PreferenceLoss, UserError
 from lit_fused.objectives.preference import OBJECTIVES
@@ -207,34 +205,6 @@ def test_pairs_without_answers_weigh_nothing_and_a_batch_of_them_is_zero():
     assert all(p.grad is not None and not p.grad.any() for p in module.parameters())
 
 
-@pytest.mark.parametrize("place", [0, 2, 4])
-def test_a_row_without_labels_changes_nothing_in_kto(place):
-    batch, model = singles(4), tiny_model("llama", torch.float64)
-    module = module_of("kto", model, reference=perturbed("llama", torch.float64))
-    whole = module.model(batch)
-    filler = {key: value[:1] for key, value in batch.items()}
-    filler["labels"] = torch.full_like(filler["labels"], -100)
-    found = module.model({key: torch.cat([v[:place], filler[key], v[place:]]) for key, v in batch.items()})
-    assert found.num_tokens == whole.num_tokens == 4
-    assert whole.stats["kl"] > 0
-    weights = list(module.parameters())
-    assert_same = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12)
-    assert_same(found.stats, whole.stats)
-    assert_same(torch.autograd.grad(found.loss, weights), torch.autograd.grad(whole.loss, weights))
-
-
-def test_the_answers_to_other_prompts_fit_into_the_positions_of_the_model():
-    batch = singles(4, 8)
-    longest = int(batch["attention_mask"].sum(-1).max())
-    wanted = batch["labels"] != -100
-    assert (wanted.int().argmax(-1) + wanted.sum(-1).roll(1)).max() > longest  # Such an answer is cut.
-    batch = {key: value[:, :longest] if value.ndim > 1 else value for key, value in batch.items()}
-    model = tiny_model("gpt2", torch.float64, n_positions=longest)
-    module = module_of("kto", model, reference=perturbed("gpt2", torch.float64))
-    reference = perturbed("gpt2", torch.float64)
-    torch.testing.assert_close(module.model(batch).loss, plain("kto", model, reference, batch)[0])
-
-
 def test_the_last_batch_of_an_evaluation_may_have_a_single_row_and_the_first_may_not():
     module = module_of("kto", tiny_model("llama"), reference=perturbed("llama", torch.float32))
     with pytest.raises(UserError, match="two rows or more"):
@@ -242,40 +212,6 @@ def test_the_last_batch_of_an_evaluation_may_have_a_single_row_and_the_first_may
     module.model(singles(2))
     with torch.no_grad():
         assert module.model(singles(1)).stats["kl"] == 0
-
-
-def test_no_batch_to_train_on_may_have_a_single_row():
-    module = module_of("kto", tiny_model("llama"), reference=perturbed("llama", torch.float32))
-    module.model(singles(4))
-    with pytest.raises(UserError, match=r"a single row do not give; .*\(the last one too: drop_last=True\)"):
-        module.model(singles(1))
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: PreferenceLoss("dpp"), "objective must be one of dpo, .* got 'dpp'"),
-        (lambda: PreferenceLoss("dpo", margin=1.0), "objective=dpo has no margin; it takes beta"),
-        (lambda: PreferenceLoss("dpo", beta=0.0), "beta of objective=dpo must be above 0, got 0.0"),
-        (lambda: PreferenceLoss("robust", label_smoothing=0.5), r"must be in \[0, 0.5\), got 0.5"),
-        (lambda: PreferenceLoss("kto", nll_weight=1.0), "of single answers and has no nll_weight"),
-        (
-            lambda: FusedPreferenceModule(tiny_model("llama"), reference="none"),
-            "reference must be a model, adapters_off",
-        ),
-        (
-            lambda: FusedPreferenceModule(tiny_model("llama"), PreferenceLoss("simpo"), reference="copy"),
-            "has no reference",
-        ),
-        (
-            lambda: FusedPreferenceModule(tiny_model("llama"), cast(Any, torch.nn.MSELoss())),
-            "needs a loss of preferences, got MSEL",
-        ),
-    ],
-)
-def test_options_that_cannot_be_are_refused_by_a_sentence(make, message):
-    with pytest.raises(UserError, match=message):
-        make()
 
 
 @pytest.mark.parametrize(
@@ -300,42 +236,6 @@ def test_batches_that_are_no_preferences_are_refused_by_a_sentence(objective, ch
     change(batch)
     with pytest.raises(UserError, match=message):
         LanguageModel(tiny_model("llama"), PreferenceLoss(objective))(batch)
-
-
-def changed(batch: dict[str, Tensor], **changes: Any) -> dict[str, Tensor]:
-    """A batch with other entries, or without those that are None."""
-    return {key: value for key, value in (batch | changes).items() if value is not None}
-
-
-@pytest.mark.parametrize(
-    ("objective", "make", "message"),
-    [
-        ("dpo", lambda: {key: value[:5] for key, value in pairs(3).items()}, "compares pairs, .* and a batch has"),
-        ("dpo", lambda: {key: value.roll(1, 0) for key, value in pairs(3).items()}, "compares pairs, a chosen answer"),
-        ("kto", lambda: changed(singles(4), desirable=torch.tensor([1, -1, 1, -1])), "must be 1 for each chosen"),
-        (
-            "kto",
-            lambda: changed(singles(4), labels=None, shift_labels=singles(4)["labels"].roll(-1, 1)),
-            "which a packed batch, shift_labels alone and a single row do not give",
-        ),
-        (
-            "dpo",
-            lambda: changed(pairs(3), reference_log_prob=torch.ones(1)),
-            r"must have one number for each of the 6 answers of a batch, got shape \(1,\)",
-        ),
-        ("dpo", lambda: changed(packed(pairs(3)), position_ids=None), "with 'lengths' .* needs 'position_ids'"),
-        (
-            "dpo",
-            lambda: changed(packed(pairs(3)), lengths=packed(pairs(3))["lengths"] + 1),
-            "that begin at 0 with each",
-        ),
-    ],
-)
-def test_later_batches_that_are_no_preferences_are_refused_as_well(objective, make, message):
-    module = module_of(objective, tiny_model("llama"), reference=perturbed("llama", torch.float32))
-    module.model(singles(4) if objective == "kto" else pairs(2))
-    with pytest.raises(UserError, match=message):
-        module.model(make())
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from tiny_models import tiny_model
 from lit_fused import FusedPreferenceModule, PreferenceLoss
 from lit_fused.app.commands.scoring import ScoreOptions, write_scores
 from lit_fused.data import PreferenceEncoding, TokenDataModule
-from lit_fused.data.stored_scores import ScoreWriter, StoredScores
+from lit_fused.data.stored_scores import StoredScores
 from lit_fused.errors import UserError
 
 PAIRS = [{"prompt": f"{n} +", "chosen": f" {n} fox" * (1 + n % 2), "rejected": " dog" * (1 + n % 3)} for n in range(20)]
@@ -127,20 +127,6 @@ def test_scores_of_other_pairs_or_of_swapped_answers_are_refused(tmp_path):
     assert "of other data: these have" in refusal(lambda: data_of(tmp_path, PAIRS[:-4], scores=path).train_dataloader())
 
 
-def test_a_models_numbers_that_are_not_finite_are_not_written(tmp_path):
-    data = data_of(tmp_path)
-    header = StoredScores(write(tmp_path, data, model_of(1))).header
-    (tmp_path / "scores.parquet").unlink()
-    numbers = torch.tensor([-1.0, math.nan])
-
-    def add() -> None:
-        with ScoreWriter.open(tmp_path / "scores.parquet", header) as file:
-            file.add(data.rows_in_order()["train"][0], [numbers])
-
-    assert "are not finite, so no scores are written" in refusal(add)
-    assert not [*tmp_path.glob("*.parquet*")]
-
-
 def test_a_file_and_a_reference_that_do_not_fit_are_refused(tmp_path):
     path = write(tmp_path, data_of(tmp_path), model_of(1))
     fits = [
@@ -151,7 +137,3 @@ def test_a_file_and_a_reference_that_do_not_fit_are_refused(tmp_path):
     for options, scores, message in fits:
         trainer, data = quiet_trainer(tmp_path, max_steps=1), data_of(tmp_path, scores=scores)
         assert message in refusal(lambda: trainer.fit(module_of(**options), data))  # noqa: B023
-    rows: Any = [{"input_ids": torch.arange(4), "labels": torch.arange(4)}]
-    assert "are a reference's for module=preference, and these data need a teacher's" in refusal(
-        lambda: StoredScores(path).of("train", rows)
-    )

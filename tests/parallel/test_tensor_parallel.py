@@ -114,7 +114,7 @@ def test_the_command_line_groups_the_trainers_devices(overrides, sizes):
         logger=False,
     )
     strategy: Any = trainer.strategy
-    assert (strategy._data_parallel_size, strategy._tensor_parallel_size) == sizes
+    assert strategy.sizes == sizes
 
 
 @pytest.mark.parametrize(

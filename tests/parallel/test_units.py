@@ -1,6 +1,5 @@
 """Units of FSDP2: small layers of a decoder are gathered together, and train as one process does."""
 
-import os
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,18 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from errors_of import relative_error
-from lightning_helpers import loader, quiet_trainer
-from parallel_job import STRATEGIES
 from tiny_models import tiny_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
-from torchrun import call, rendezvous
+from torchrun import call
 from transformers import AutoConfig, AutoModelForCausalLM
 from vision_cases import tiny
 
-from lit_fused import FusedCausalLMModule, LanguageModel, LinearCrossEntropyLoss, UserError
+from lit_fused import LanguageModel, LinearCrossEntropyLoss, UserError
 from lit_fused.models.compilation import blocks, closed_blocks
 from lit_fused.parallel import sharded
 
@@ -183,32 +180,6 @@ def test_an_architecture_of_each_kind_trains_as_one_process(tmp_path):
     names = sorted(architectures.OF_EACH_KIND - {"mobilebert-masked", "musicgen-causal"})  # They are refused.
     assert len(names) > 15
     judge(tmp_path, names, timeout=200)
-
-
-def test_a_model_that_runs_a_part_of_a_layer_without_calling_it_is_refused_and_no_fault_of_torch(tmp_path):
-    call(train_architectures, 2, tmp_path, ["squeezebert-masked"], timeout=60)
-    said = "SqueezeBertForMaskedLM runs one, or a part of one, without calling it; choose strategy=ddp"
-    assert said in torch.load(tmp_path / "found.pt")["squeezebert-masked"]
-
-
-def fit_layers_that_run_in_backward(rank: int, folder: Path, environments: list[dict[str, str]]) -> None:
-    os.environ.update(environments[rank])
-    backbone = architectures.tiny_model(architectures.Entry("reformer", "causal"))
-    module = FusedCausalLMModule(backbone, LinearCrossEntropyLoss())
-    options: dict[str, Any] = {"devices": 2, "strategy": STRATEGIES["fsdp2"](), "use_distributed_sampler": False}
-    trainer = quiet_trainer(folder, max_steps=1, **options)
-    with pytest.raises(UserError) as refused:
-        trainer.fit(module, loader([architectures.tiny_batch(backbone)]))
-    (folder / str(rank)).write_text(str(refused.value))
-
-
-def test_so_is_one_that_runs_in_backward_without_being_called(tmp_path):
-    call(fit_layers_that_run_in_backward, 2, tmp_path, rendezvous(2), timeout=60)
-    for rank in range(2):
-        assert (
-            "ReformerModelWithLMHead runs one, or a part of one, without calling it"
-            in (tmp_path / str(rank)).read_text()
-        )
 
 
 def test_a_layer_inside_of_another_is_no_block_of_its_own_unless_the_outer_one_shares_a_part():

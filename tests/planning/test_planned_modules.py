@@ -1,7 +1,6 @@
 """``lit_fused.plan`` of a module of one's own, of a fused model, and with a trainer."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import lightning as L
@@ -14,9 +13,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lit_fused
-from lit_fused import FusedCausalLMModule, FusedMaskedLMModule, LinearCrossEntropyLoss, PlanOptions, UserError
+from lit_fused import FusedCausalLMModule, FusedMaskedLMModule, LinearCrossEntropyLoss, PlanOptions
 from lit_fused.app.commands.memory_plan import planned
-from lit_fused.filtered import Filtered
 from lit_fused.planning import Spread
 
 CONFIG = LlamaConfig(vocab_size=4096, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
@@ -93,9 +91,7 @@ def test_a_trainer_says_precision_accumulation_and_strategy():
         for given in (trainer, PlanOptions(precision="bf16-mixed", accumulate_grad_batches=3))
     )
     assert asked.phases == told.phases
-    for views in (True, False):
-        strategy = DDPStrategy(gradient_as_bucket_view=views)
-        assert PlanOptions(strategy=strategy, devices=2).spread == Spread("ddp on 2", buckets=not views)
+    assert PlanOptions(strategy=DDPStrategy(), devices=2).spread == Spread("ddp on 2", buckets=True)
 
 
 def test_tokens_without_a_label_are_planned_as_if_all_had_one():
@@ -104,26 +100,6 @@ def test_tokens_without_a_label_are_planned_as_if_all_had_one():
         for impl in ("chunked", "liger")
     ]
     assert all(plan.phases["backward"]["gradients"] for plan in plans)
-
-
-def test_a_filter_is_planned_as_its_exact_steps():
-    plans = [
-        lit_fused.plan(FusedCausalLMModule(tiny_llama(), LinearCrossEntropyLoss(impl)), ON_HOPPER, BATCH).phases
-        for impl in ("chunked", Filtered())
-    ]
-    assert plans[1]["backward"].total() == pytest.approx(plans[0]["backward"].total(), rel=0.01)
-
-
-def test_what_returns_no_loss_is_refused():
-    with pytest.raises(UserError, match="Linear must return a loss to be planned, a scalar, got a tensor"):
-        lit_fused.plan(nn.Linear(4, 4), PlanOptions(optimizer=partial(torch.optim.SGD, lr=0.1)), torch.ones(2, 4))
-
-
-def test_a_plan_prints_as_a_table():
-    lines = str(lit_fused.plan(FusedCausalLMModule(tiny_llama()), ON_HOPPER, BATCH)).splitlines()
-    assert lines[0].split() == ["GiB", "forward", "backward", "optimizer"]
-    assert lines[1].startswith("weights")
-    assert lines[-1].startswith("total")
 
 
 def test_a_plan_of_adapters_has_gradients_of_them_alone():

@@ -36,21 +36,6 @@ def pages_of(navigation: list[dict[str, object]] | object) -> list[str]:
     return [page for entry in navigation for value in entry.values() for page in pages_of(value)]
 
 
-def pages_read() -> dict[str, str]:
-    """Return the pages that a user reads: those of the navigation but for evidence and what is made of docstrings."""
-    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text().partition("\ntheme:")[0])["nav"]
-    pages = pages_of([entry for entry in navigation if "Evidence" not in entry])
-    return {page: (DOCS / page).read_text() for page in pages if (DOCS / page).exists()}
-
-
-def test_the_pages_that_a_user_reads_stay_short_and_show_code_in_the_first_screen() -> None:
-    pages = pages_read()
-    assert len(pages) > 20
-    assert sum(len(text.split()) for text in pages.values()) <= 22_500
-    for page in pages.keys() - {"architecture.md", "migration/index.md"}:
-        assert len(pages[page].partition("```")[0].split()) <= 60, page
-
-
 @pytest.mark.slow
 @needs_site
 def test_the_site_builds_with_every_page_and_fetches_nothing(tmp_path: Path) -> None:
@@ -214,18 +199,3 @@ def test_every_command_of_a_page_names_choices_that_exist(page: Path) -> None:
     for command in commands(page):
         if not {"--help", "--config-dir", "my_package"} & {*re.split(r"[ =.]", command)}:
             check_config(composed(*overrides(command)), MODES)
-
-
-@pytest.mark.parametrize(
-    ("command", "expected"),
-    [
-        (
-            "python train.py -m loss=cce,chunked optimizer.lr=1e-3,1e-4 +x=[1,2]",
-            ["loss=cce", "optimizer.lr=0.001", "+x=[1,2]"],
-        ),
-        ("python train.py -m 'optimizer.lr=interval(1e-4,1e-2)' seed=range(1,3)", []),
-        ("python train.py ckpt_path=a/b.ckpt hydra.run.dir=out", [f"ckpt_path={__file__}"]),
-    ],
-)
-def test_of_a_sweep_the_first_run_is_composed(command: str, expected: list[str]) -> None:
-    assert overrides(command) == expected

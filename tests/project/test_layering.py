@@ -28,7 +28,10 @@ ROOMS = {
         "ops heads losses objectives metrics models parallel export",
         "torch transformers lightning safetensors",
     ),
-    "planning": ("ops heads losses models integrations parallel training", "torch transformers lightning"),
+    "planning": (
+        "ops heads losses models integrations parallel training",
+        "torch transformers lightning lightning_utilities",
+    ),
     "callbacks": ("ops losses models parallel training export", "torch transformers lightning rich"),
     "pipeline": ("ops heads losses metrics models parallel", "torch transformers lightning"),
     "data": (

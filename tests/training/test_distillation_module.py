@@ -126,16 +126,3 @@ def test_what_does_not_fit_is_refused_with_a_sentence(tmp_path):
         DistillationLoss().check_stored(97, 2.0, 97)
     with pytest.raises(UserError, match="stored scores are of a vocabulary of 98 entries and the student has 97"):
         DistillationLoss().check_stored(98, 1.0, 97)
-
-
-def test_a_teacher_that_does_not_fit_is_named_with_its_size_and_what_to_do():
-    module = FusedDistillationModule(tiny_model("llama"), teacher=tiny_model("llama"))
-
-    class Full:  # A GPU's memory is needed to run out of it.
-        def place_frozen(self, model: Any) -> None:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    teacher: Any = module.teacher
-    words = r"does not suffice for the teacher model, of 0\.\d+ GiB, beside the trained one; store .* with mode=score"
-    with pytest.raises(UserError, match=words):
-        teacher.place(Full(), compile="none")

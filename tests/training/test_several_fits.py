@@ -157,7 +157,7 @@ def test_an_average_of_weights_ends_with_its_fit(tmp_path):
 
 
 def test_each_fit_of_a_checkpoint_callback_saves_its_last_step(tmp_path):
-    saver = RunCheckpoint(tmp_path, save_last=True, every_n_train_steps=100)
+    saver = RunCheckpoint(tmp_path, every_n_train_steps=100)
     for seed in range(2):
         module = FusedCausalLMModule(tiny_llama(seed), None, partial(torch.optim.SGD, lr=0.1))
         trainer_of(tmp_path, saver, enable_checkpointing=True).fit(module, loader(ragged_batches(6)))

@@ -51,7 +51,7 @@ from .hopper_rows import GROUP_TILES, MAX_EXCESS, ExactRows, PartialSums, RowFac
 from .numerators import Numerators, RowSums, rows_of_chunk
 
 # dW in bfloat16 is rounded once per chunk. For up to this many its error is below that of the standard head, which
-# rounds its logits; for more, sums are kept in float32 (docs/performance.md has the measurements).
+# rounds its logits; for more, sums are kept in float32.
 MAX_BFLOAT16_CHUNKS = 24
 WAVE = 0.9  # of the multiprocessors, to be worth a product of its own
 ROWS_WITHOUT_GRADIENT = 4096  # no chunk of V columns is stored: the L2 cache bounds the rows, not memory

@@ -102,7 +102,7 @@ class ExactRows(NamedTuple):
 
     Such a row is the difference of two large sums, of probabilities and of targets, that nearly cancel on a trained
     model: rounding the first before the second is subtracted is most of the error of a bfloat16 dW. They cost about 1 %
-    of the time, and 2 to 4 % at a small vocabulary (docs/performance.md).
+    of the time, and 2 to 4 % at a small vocabulary.
     """
 
     rows_F: Tensor  # int64, which rows of the gradient; beyond the targets any others

@@ -1,6 +1,6 @@
 """The full softmax without logits in the transformers of RecTools and RePlay: base classes to put before theirs.
 
-Nothing of these libraries is imported, and of this one only what needs torch alone.
+Nothing of these libraries is imported, and of lit_fused only what needs torch alone (pip install --no-deps).
 """
 
 from typing import Any

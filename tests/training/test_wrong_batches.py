@@ -1,0 +1,97 @@
+"""A wrong batch, or a model that is called wrongly, is refused in a sentence before anything is trained."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
+from torch import Tensor, nn
+
+from lit_fused import (
+    CrossEntropyLoss,
+    FusedCausalLMModule,
+    LanguageModel,
+    LinearCrossEntropyLoss,
+    ModelInternalLoss,
+    PolicyLoss,
+    UserError,
+    fuse,
+)
+
+LOSSES = [LinearCrossEntropyLoss, CrossEntropyLoss, ModelInternalLoss]
+IDS: Tensor = ragged_batches(1)[0]["input_ids"]
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def fit(batch: Any, loss: Any = None) -> None:
+    quiet_trainer(Path(), max_steps=1).fit(FusedCausalLMModule(tiny_llama(), loss), loader([batch]))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"labels": torch.tensor(3)}, "labels must be a tensor with one integer per position, got a single number"),
+        ({"labels": IDS > 3}, "labels must be integer class indices .*got torch.bool"),
+    ],
+)
+def test_what_no_model_takes_stops_the_first_batch_whatever_the_loss(changes: Any, message: str, loss: Any) -> None:
+    with pytest.raises(UserError, match=message):
+        fit(ragged_batches(1)[0] | changes, loss())
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    "labels", [IDS.flatten(), IDS.T, IDS[:, :-1], IDS.repeat(1, 2), IDS[:1]], ids=lambda t: t.shape
+)
+def test_labels_of_any_other_shape_stop_the_first_batch_whatever_the_loss(labels: Tensor, loss: Any) -> None:
+    """As many labels in another order would pass for cross entropy of the flattened logits."""
+    message = rf"labels of shape {re.escape(str(tuple(labels.shape)))} do not fit .*expected one label per position"
+    with pytest.raises(UserError, match=message):
+        fit(ragged_batches(1)[0] | {"labels": labels}, loss())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"labels": None}, "a batch needs 'labels', integers"),
+        ({"attention_mask": torch.ones(2, 7)}, r"attention_mask of shape \(2, 7\) does not fit input_ids"),
+    ],
+)
+def test_a_batch_that_does_not_fit_the_model_is_told_what_fits(changes: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        fit(ragged_batches(1)[0] | changes)
+
+
+def test_a_batch_that_is_a_list_is_told_what_it_should_be() -> None:
+    with pytest.raises(UserError, match="a batch must be a dict with 'input_ids' and 'labels', got a list"):
+        fit(list(ragged_batches(1)[0].values()))
+
+
+@pytest.mark.parametrize("labels", [[[1, 2]], torch.tensor(3)])
+def test_the_loss_by_itself_refuses_labels_that_are_no_tensor_of_positions(labels: Any) -> None:
+    with pytest.raises(UserError, match="labels must be a tensor with one integer per position, got a"):
+        LinearCrossEntropyLoss(output_embeddings=nn.Linear(16, 61))(torch.zeros(2, 12, 16), labels)
+
+
+def test_rollouts_of_another_model_warn_with_their_divergence() -> None:
+    rollouts = ragged_batches(1)[0] | {"sampler_log_probs": torch.full((2, 12), -6.0)}
+    with pytest.warns(UserWarning, match="the rollouts' log-probabilities are not this model's: their KL"):
+        LanguageModel(tiny_llama(), PolicyLoss()).spot_check(rollouts)
+
+
+def test_a_fused_model_that_is_called_for_logits_says_so_once() -> None:
+    model = fuse(tiny_llama())
+    with pytest.warns(UserWarning, match="a fused model was called for training without labels"):
+        model(IDS, num_items_in_batch=3)
+
+
+def test_copies_of_a_fused_model_in_one_process_are_refused() -> None:
+    with pytest.raises(UserError, match=r"nn.DataParallel runs copies of a model"):
+        fuse(tiny_llama())._replicate_for_data_parallel()
