@@ -19,7 +19,7 @@ from lit_fused.data.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
 from lit_fused.errors import UserError, check_choice, check_number, check_switches
 
 Packing = Literal["stream", "documents", "none", "pairs", "padded", "packed"]
-TooLong = Literal["cut", "skip", "refuse"]
+TooLong = Literal["cut", "skip"]
 AnyEncoding = TypeVar("AnyEncoding", bound="Encoding")
 _SLICE = 2**20  # characters, after which a document is cut where a line ends, if one does
 
@@ -57,7 +57,7 @@ class Encoder(Generic[AnyEncoding]):
         try:
             return self.encode(document)
         except LeftOut as reason:
-            return leave_out(f"left out: {reason}")
+            return leave_out(reason)
 
     def encode(self, document: Any) -> Encoded:
         """Encode a document; raise ``LeftOut`` if nothing can be learned from it."""
@@ -134,8 +134,8 @@ class RecordEncoding(Encoding):
     """Documents are records, with loss on some of their tokens.
 
     Attributes:
-        too_long: A document of more than ``block_size`` tokens is cut ("cut"), left out ("skip") or refused
-            ("refuse"). One without an answer after that is left out, and counted.
+        too_long: A document of more than ``block_size`` tokens is cut ("cut") or left out ("skip"). One without an
+            answer after that is left out. Both are counted.
     """
 
     too_long: TooLong = "cut"
@@ -143,27 +143,16 @@ class RecordEncoding(Encoding):
     def __post_init__(self) -> None:
         check_choice("data.too_long", self.too_long, get_args(TooLong))
 
-    def replacement(self, length: int, block_size: int) -> Encoded | None:
-        """Return what replaces a document of ``length`` tokens; None if it stays, perhaps cut. Raise if "refuse"."""
-        if length <= block_size or self.too_long == "cut":
-            return None
-        if self.too_long == "skip":
-            return leave_out(f"left out: longer than data.block_size={block_size}")
-        raise UserError(
-            f"it has {length:,} tokens, more than data.block_size={block_size}; set data.too_long=cut or skip, or a "
-            "larger data.block_size"
-        )
-
     def fit_block(self, document: Encoded, block_size: int) -> Encoded:
         """Return ``document``, cut or left out if it is too long; left out if its first token alone is wanted."""
-        tokens, wanted, notes = document.tokens, document.wanted, document.notes
+        tokens, wanted = document.tokens, document.wanted
         assert wanted is not None
-        if replacement := self.replacement(len(tokens), block_size):
-            return replacement
         is_cut = len(tokens) > block_size
+        if is_cut and self.too_long == "skip":
+            return leave_out(f"longer than data.block_size={block_size}")
         if not wanted[1:block_size].any():
-            return leave_out("left out: no answer" + f" begins within data.block_size={block_size} tokens" * is_cut)
-        notes += (f"cut to {block_size} tokens",) * is_cut
+            return leave_out("no answer" + f" begins within data.block_size={block_size} tokens" * is_cut)
+        notes = document.notes + (f"cut to {block_size} tokens",) * is_cut
         return Encoded(tokens[:block_size], wanted[:block_size], notes)
 
 
@@ -180,9 +169,9 @@ def joined(parts: Sequence[Encoded], notes: tuple[str, ...]) -> Encoded:
     return Encoded(np.concatenate([part.tokens for part in parts]), np.concatenate(wanted), notes, tuple(ends.tolist()))
 
 
-def leave_out(note: str) -> Encoded:
+def leave_out(reason: object) -> Encoded:
     """Return a document without tokens, which the preparation leaves out and counts."""
-    return Encoded(np.empty(0, np.int64), np.empty(0, np.bool_), (note,))
+    return Encoded(np.empty(0, np.int64), np.empty(0, np.bool_), (f"left out: {reason}",))
 
 
 class TextEncoder(Encoder["TextEncoding"]):
@@ -262,15 +251,7 @@ class TextEncoding(Encoding):
             check_number("data.mask_probability", self.mask_probability, "be between 0 and 1", lambda x: 0 < x < 1)
         check_switches({"whole_words": bool}, {"whole_words": self.whole_words})
         for name, share in {"mask_replaced": self.mask_replaced, "mask_random": self.mask_random}.items():
-            check_number(f"data.{name}", share, "be a number", lambda x: x == x)
-        shares = self.mask_replaced, self.mask_random, 1 - self.mask_replaced - self.mask_random
-        if min(shares) < -1e-9:
-            raise UserError(
-                "data.mask_replaced and data.mask_random are shares of the chosen tokens, 0 or more and together at "
-                f"most 1; got {self.mask_replaced} and {self.mask_random}"
-            )
-        if not isinstance(self.text_column, str):
-            raise UserError(f"data.text_column must be the name of a field or column; got {self.text_column!r}")
+            check_number(f"data.{name}", share, "be from 0 to 1", lambda x: 0 <= x <= 1)
 
     @property
     def masks_tokens(self) -> bool:

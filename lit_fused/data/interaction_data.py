@@ -27,22 +27,28 @@ class _Windows(Dataset[dict[str, Any]]):
     begins: Numbers
     labels: Numbers
     ends: Numbers
+    length: int  # the most items
     seen_before: Numbers | None  # "seen" has the user's items before these; None: rows have no "seen"
 
     @classmethod
     def covering(
-        cls, of: Interactions, users: Numbers, labels: Numbers, ends: Numbers, length: int, *, exclude_seen: bool
+        cls, of: Interactions, labels: Numbers, ends: Numbers, length: int, *, exclude_seen: bool
     ) -> "_Windows":
-        """Cut windows of at most ``length`` items so that each item in [labels, ends) is predicted in one of them,
-        with the items before it, back from the last."""
-        starts = of.starts[users]
-        labels = np.maximum(labels, starts + 1)  # Nothing is before the first item of a user.
+        """Cut windows of at most ``length`` items so that each item in [labels, ends), of every user, is predicted in
+        one of them, with the items before it, back from the last."""
+        labels = np.maximum(labels, of.starts[:-1] + 1)  # Nothing is before the first item of a user.
         counts = np.maximum(-(-(ends - labels) // (length - 1)), 0)
         place = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-        users, starts, labels, ends = (np.repeat(part, counts) for part in (users, starts, labels, ends))
-        ends = ends - place * (length - 1)
-        labels = np.maximum(labels, ends - length + 1)
-        return cls(of, users, np.maximum(ends - length, starts), labels, ends, labels if exclude_seen else None)
+        users = np.repeat(np.arange(len(counts)), counts)
+        ends = ends[users] - place * (length - 1)
+        labels = np.maximum(labels[users], ends - length + 1)
+        begins = np.maximum(ends - length, of.starts[users])
+        return cls(of, users, begins, labels, ends, length, labels if exclude_seen else None)
+
+    @property
+    def contents(self) -> str:
+        users, rows = counted(len(np.unique(self.users)), "user"), counted(len(self), "row")
+        return f"{users} in {rows} of at most {self.length} items"
 
     def __len__(self) -> int:
         return len(self.users)
@@ -71,19 +77,19 @@ class InteractionDataModule(BatchDataModule):
     ``max_length`` items of every user, without labels, and all that the user had as "seen".
 
     Args:
-        path: a .parquet, .csv or .tsv file of interactions, or a folder of Parquet files.
-        user_column, item_column: ids, integers or strings. In CSV, ids of digits alone are numbers: 007 is 7.
-        timestamp_column: numbers, dates or times; equal ones keep the order of the file.
-        weight_column: weights of interactions, at least 0; None for none.
+        path: What :func:`lit_fused.data.records.load_records` reads, a row for each interaction.
+        user_column, item_column: Ids, integers or strings. In CSV, ids of digits alone are numbers: 007 is 7.
+        timestamp_column: Numbers, dates or times; equal ones keep the order of the file.
+        weight_column: Weights of interactions, at least 0; None for none.
         split: "leave_one_out" or "time".
-        val_fraction, test_fraction: of the interactions, for ``split="time"``.
-        max_length: the most items of a sequence; longer ones are cut into several.
-        batch_size: sequences per batch.
-        items: the map of an earlier run, RUN/items.parquet, whose items keep their numbers; new ones come after them.
-        exclude_seen: leave items that a user had before out of rankings. false where people take things again.
-        num_workers: processes that make batches.
-        seed: of the order of training batches.
-        folder: where the map of the items is written; None: nowhere.
+        val_fraction, test_fraction: Of the interactions, for ``split="time"``.
+        max_length: The most items of a sequence; longer ones are cut into several.
+        batch_size: Sequences per batch.
+        items: The map of an earlier run, RUN/items.parquet, whose items keep their numbers; new ones come after them.
+        exclude_seen: Leave items that a user had before out of rankings. False where people take things again.
+        num_workers: Processes that make batches.
+        seed: Of the order of training batches.
+        folder: Where the map of the items is written; None: nowhere.
 
     ``setup`` raises UserError for data that are missing, bad, or too few.
     """
@@ -110,14 +116,10 @@ class InteractionDataModule(BatchDataModule):
         folder: str | Path | None = None,
     ) -> None:
         super().__init__(batch_size, num_workers, seed)
-        for name, share in {"val_fraction": val_fraction, "test_fraction": test_fraction}.items():
-            check_number(f"data.{name}", share, "be between 0 and 1, exclusive", lambda x: 0 < x < 1)
+        check_number("data.test_fraction", test_fraction, "be between 0 and 1, exclusive", lambda x: 0 < x < 1)
+        words = "be above 0, and with data.test_fraction below 1"
+        check_number("data.val_fraction", val_fraction, words, lambda x: 0 < x < 1 - test_fraction)
         check_choice("data.split", split, ("leave_one_out", "time"))
-        if split == "time" and val_fraction + test_fraction >= 1:
-            raise UserError(
-                f"data.val_fraction={val_fraction} and data.test_fraction={test_fraction} leave nothing to train on; "
-                "their sum must be below 1"
-            )
         self.path, self.items, self.folder = Path(path), items, folder
         self.columns = user_column, item_column, timestamp_column, weight_column
         self.split, self.fractions, self.max_length = split, (val_fraction, test_fraction), max_length
@@ -177,36 +179,31 @@ class InteractionDataModule(BatchDataModule):
         if self._parts:
             return
         data = self.interactions
-        users, ends = np.arange(len(data.user_ids)), data.starts[1:]
+        starts, ends = data.starts[:-1], data.starts[1:]
         if self.split == "leave_one_out":
-            enough = np.diff(data.starts) >= 3
-            train_ends, val_ends = (np.where(enough, ends - left, ends) for left in (2, 1))
+            train_ends, val_ends = (np.where(ends - starts >= 3, ends - left, ends) for left in (2, 1))
         else:
             val_fraction, test_fraction = self.fractions
             moments = np.quantile(data.times, [1 - val_fraction - test_fraction, 1 - test_fraction], method="higher")
             before = [np.concatenate([[0], (data.times < moment).cumsum()]) for moment in moments]
-            train_ends, val_ends = (data.starts[:-1] + np.diff(count[data.starts]) for count in before)
-        cuts = {"train": (data.starts[:-1], train_ends), "val": (train_ends, val_ends), "test": (val_ends, ends)}
+            train_ends, val_ends = (starts + np.diff(count[data.starts]) for count in before)
+        cuts = {"train": (starts, train_ends), "val": (train_ends, val_ends), "test": (val_ends, ends)}
         for name, (first, last) in cuts.items():
             seen = self.exclude_seen and name != "train"
-            self._parts[name] = _Windows.covering(data, users, first, last, self.max_length, exclude_seen=seen)
-        alone = int((np.diff(data.starts) == 1).sum())
+            self._parts[name] = _Windows.covering(data, first, last, self.max_length, exclude_seen=seen)
+            if name != "test" and not len(self._parts[name]):
+                raise UserError(f"{self.path} has nothing for data.split={self.split} to {name} on; give more of them")
+        alone = int((ends - starts == 1).sum())
         rank_zero_info(
-            f"{self.path.name}: {len(data.items):,} interactions of {len(users):,} users with {data.num_items:,} items"
+            f"{self.path.name}: {len(data.items):,} interactions of {len(starts):,} users with {data.num_items:,} items"
             + f"; {alone:,} users have one interaction, from which nothing is learned" * bool(alone)
         )
-        for name, advice in (("train", ""), ("val", "; try data.split=time, or more interactions of each user")):
-            if not len(self._parts[name]):
-                raise UserError(f"{self.path} has nothing to {'train' if name == 'train' else 'validate'} on{advice}")
 
     def train_dataloader(self) -> BatchLoader:
         # A checkpoint whose items have other numbers has been refused by now, so that its run keeps its map.
         if self.folder is not None and getattr(self.trainer, "is_global_zero", True):
             self.item_map.write_items(Path(self.folder) / "items.parquet")
-        train = self._parts["train"]
-        users, rows = counted(len(np.unique(train.users)), "user"), counted(len(train), "row")
-        contents = f"{users} in {rows} of at most {self.max_length} items"
-        return self.training_batches(train, contents, collate_fn=pad_right)
+        return self.training_batches(self._parts["train"], pad_right)
 
     def val_dataloader(self) -> BatchLoader:
         return self.evaluation_batches(self._parts["val"], pad_right)
@@ -218,5 +215,5 @@ class InteractionDataModule(BatchDataModule):
         data, users = self.interactions, np.arange(len(self.interactions.user_ids))
         starts, ends = data.starts[:-1], data.starts[1:]
         seen = ends if self.exclude_seen else starts
-        rows = _Windows(data, users, np.maximum(ends - self.max_length, starts), ends, ends, seen)
+        rows = _Windows(data, users, np.maximum(ends - self.max_length, starts), ends, ends, self.max_length, seen)
         return self.evaluation_batches(rows, pad_right)

@@ -1,7 +1,7 @@
 """Read interactions of users with items, and keep them sorted by user and time.
 
-A file is read by Arrow, the needed columns only. Ids of any kind become numbers by their first appearance: items from
-1 on, in the order of a map that is kept for later runs, in which known items keep their numbers.
+Ids of any kind become numbers by their first appearance: items from 1 on, in the order of a map that is kept for later
+runs, in which known items keep their numbers.
 """
 
 import zlib
@@ -13,11 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute
-import pyarrow.csv
 import pyarrow.parquet as pq
 
 from lit_fused.atomic import written_whole
-from lit_fused.data.records import find_files
+from lit_fused.data.records import load_records
 from lit_fused.errors import UserError
 
 Numbers = npt.NDArray[Any]
@@ -44,34 +43,21 @@ class Interactions:
 
 
 def read_table(path: Path, columns: list[str]) -> pa.Table:
-    """Return columns of a Parquet or CSV file, or of a folder of Parquet files; UserError if it has not all of them."""
-    try:
-        if (suffix := path.suffix.lower()) in (".csv", ".tsv"):
-            options = pyarrow.csv.ParseOptions(delimiter="\t" if suffix == ".tsv" else ",")
-            with pyarrow.csv.open_csv(path, parse_options=options) as reader:
-                names = reader.schema.names
-            _check_columns(path, names, columns)
-            convert = pyarrow.csv.ConvertOptions(include_columns=columns)
-            return pyarrow.csv.read_csv(path, parse_options=options, convert_options=convert)
-        files = find_files(path, (".parquet",)) if path.is_dir() else [path]
-        if not files:
-            raise UserError(f"{path} has no Parquet file; give a folder that has, or a .parquet, .csv or .tsv file")
-        for file in files:
-            _check_columns(file, pq.read_schema(file).names, columns)
-        return pa.concat_tables([pq.read_table(file, columns=columns) for file in files]).unify_dictionaries()
-    except FileNotFoundError as error:
-        raise UserError(f"{path} does not exist; give a .parquet, .csv or .tsv file") from error
-    except (pa.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{path} cannot be read as a table ({reason}); give a .parquet, .csv or .tsv file") from error
-
-
-def _check_columns(path: Path, names: list[str], columns: list[str]) -> None:
-    if missing := [name for name in columns if name not in names]:
+    """Return columns of what ``load_records`` reads. UserError: it has not all of them, or not in all rows."""
+    records = load_records(path)
+    if missing := [name for name in columns if name not in records.column_names]:
         raise UserError(
-            f"{path} has no column {' and no column '.join(missing)}; it has {', '.join(names)}: name them by "
-            "data.user_column, data.item_column, data.timestamp_column and data.weight_column"
+            f"{path} has no column {' and no column '.join(missing)}; it has {', '.join(records.column_names)}: name "
+            "them by data.user_column, data.item_column, data.timestamp_column and data.weight_column"
         )
+    table: pa.Table = records.select_columns(columns).with_format("arrow")[:]
+    for name in columns:
+        column = table[name]
+        if column.type in (pa.string(), pa.large_string()):  # A cell of a CSV file that was left empty is "".
+            column = pc.if_else(pc.equal(pc.utf8_trim_whitespace(column), ""), None, column)
+        if column.null_count:
+            raise UserError(f"{path}: {column.null_count} of {len(table)} rows have no {name}; fill it in")
+    return table
 
 
 def read_interactions(
@@ -84,75 +70,33 @@ def read_interactions(
 ) -> Interactions:
     """Return the interactions in a file; items of ``known_items`` keep the numbers that they have there.
 
-    UserError if the file has no such column or no rows, ids or times are missing, or weights are not finite.
+    UserError if ids or times are missing, or weights are no numbers of 0 or more.
     """
-    columns = [name for name in (user_column, item_column, timestamp_column, weight_column) if name]
-    table = read_table(path, columns)
-    if not len(table):
-        raise UserError(f"{path} has no interactions")
-    for name in columns:
-        if empty := table[name].null_count + _blank(table[name]):
-            raise UserError(f"{path}: {empty} of {len(table)} rows have no {name}; fill it in, or leave them out")
-    users, items = (ids_of(table[name], f"{path}: {name}") for name in (user_column, item_column))
-    times = _times(table[timestamp_column], f"{path}: {timestamp_column}")
+    table = read_table(path, [name for name in (user_column, item_column, timestamp_column, weight_column) if name])
+    users, items = ids_of(table[user_column]), ids_of(table[item_column])
+    times = table[timestamp_column]
+    if not (pa.types.is_integer(times.type) or pa.types.is_floating(times.type)):
+        times = times.cast(pa.timestamp("us")).cast(pa.int64())
     user_ids, item_ids = users.unique(), items.unique()
     if known_items is not None:
         known, item_ids = _of_one_type(known_items, item_ids)
         item_ids = pa.concat_arrays([known, item_ids.filter(pc.invert(pc.is_in(item_ids, known)))])
     rows = numbers_of(users, user_ids)
-    order = np.lexsort((times, rows))  # It is stable: equal times stay in the order of the file.
+    order = np.lexsort((times.to_numpy(), rows))  # It is stable: equal times stay in the order of the file.
     weights = None
     if weight_column is not None:
-        kind = table[weight_column].type
-        if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)):
-            raise UserError(f"{path}: {weight_column} has values of type {kind}; weights are numbers, 0 or more")
-        weights = table[weight_column].cast(pa.float32(), safe=False).to_numpy()
+        weights = table[weight_column].cast(pa.float32(), safe=False).to_numpy()[order]
         if bad := int((~(np.isfinite(weights) & (weights >= 0))).sum()):
             raise UserError(f"{path}: {bad} rows have a {weight_column} that is negative or no finite number")
-        weights = weights[order]
     starts = np.concatenate([[0], np.bincount(rows, minlength=len(user_ids)).cumsum()])
-    return Interactions(user_ids, item_ids, starts, (numbers_of(items, item_ids) + 1)[order], times[order], weights)
+    numbers = (numbers_of(items, item_ids) + 1)[order]
+    return Interactions(user_ids, item_ids, starts, numbers, times.to_numpy()[order], weights)
 
 
-def _blank(column: pa.ChunkedArray) -> int:
-    """Return how many strings of a column have nothing in them, as a cell of a CSV file that was left empty."""
-    if pa.types.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
-    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
-        return 0
-    return pc.sum(pc.equal(pc.utf8_trim_whitespace(column), "")).as_py() or 0
-
-
-def ids_of(column: pa.ChunkedArray, name: str) -> pa.Array:
-    """Return a column of ids as integers or strings; UserError for other kinds, or a number that is no integer."""
-    if pa.types.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
-    if pa.types.is_floating(column.type) or pa.types.is_integer(column.type):
-        try:
-            column = column.cast(pa.int64())
-        except pa.ArrowInvalid as error:
-            fault = "no integers" if pa.types.is_floating(column.type) else "beyond 64 bits with a sign"
-            raise UserError(f"{name} has numbers that are {fault}; ids are such integers, or strings") from error
-    elif pa.types.is_large_string(column.type) or pa.types.is_string(column.type):
-        column = column.cast(pa.string())
-    else:
-        raise UserError(f"{name} has values of type {column.type}; ids are integers or strings")
-    return column.combine_chunks()
-
-
-def _times(column: pa.ChunkedArray, name: str) -> Numbers:
-    kind = column.type
-    try:
-        if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_date(kind):
-            column = column.cast(pa.timestamp("us"))
-        if pa.types.is_timestamp(column.type):
-            column = column.cast(pa.int64())
-        times = column.to_numpy()
-        if not np.issubdtype(times.dtype, np.number) or not np.isfinite(times).all():
-            raise UserError(f"{name} has values that are no finite numbers or times")
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise UserError(f"{name} has values of type {kind} that are no times ({str(error).splitlines()[0]})") from error
-    return times
+def ids_of(column: pa.ChunkedArray) -> pa.Array:
+    """Return a column of ids as integers, or as strings."""
+    is_number = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
+    return column.cast(pa.int64() if is_number else pa.string()).combine_chunks()
 
 
 def _of_one_type(*ids: pa.Array) -> tuple[pa.Array, ...]:
@@ -192,11 +136,8 @@ class ItemMap:
 
 
 def read_item_map(path: Path) -> pa.Array:
-    """Return the items' ids in the order of their numbers. Raise a UserError for another kind of file."""
-    table = read_table(path, ["item", "number"])
-    if not np.array_equal(table["number"].to_numpy(), np.arange(1, len(table) + 1)):
-        raise UserError(f"{path} is no map of items that a run wrote: its numbers do not count from 1 to {len(table)}")
-    return ids_of(table["item"], f"{path}: item")
+    """Return the items' ids in the order of their numbers."""
+    return ids_of(pq.read_table(path, columns=["item", "number"]).sort_by("number")["item"])
 
 
 @dataclass(frozen=True)
@@ -214,18 +155,14 @@ def histories_of(path: Path | None, columns: tuple[str, str, str], known: Intera
 
     Of ``known`` items are those in ``item_ids``, which may be fewer than its interactions are with.
     """
-    if path is None:
-        return _of_known_items(known, known, np.arange(len(known.user_ids)))
     user, item, time = columns
-    try:
-        read_table(path, [user, item])
-    except UserError:
-        users = ids_of(read_table(path, [user])[user], f"{path}: {user}").unique()
-        numbers = numbers_of(users, known.user_ids)
-        found = _of_known_items(known, known, numbers[numbers >= 0])
-        return replace(found, unknown_users=int((numbers < 0).sum()))
-    given = read_interactions(path, user, item, time, known_items=known.item_ids)
-    return _of_known_items(given, known, np.arange(len(given.user_ids)))
+    if path is not None and item in load_records(path).column_names:
+        given = read_interactions(path, user, item, time, known_items=known.item_ids)
+        return _of_known_items(given, known, np.arange(len(given.user_ids)))
+    users = known.user_ids if path is None else ids_of(read_table(path, [user])[user]).unique()
+    numbers = numbers_of(users, known.user_ids)
+    found = _of_known_items(known, known, numbers[numbers >= 0])
+    return replace(found, unknown_users=int((numbers < 0).sum()))
 
 
 def _of_known_items(data: Interactions, known: Interactions, users: Numbers) -> Histories:

@@ -18,7 +18,7 @@ import lightning as L
 import numpy as np
 import numpy.typing as npt
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -46,162 +46,6 @@ def pad_right(samples: list[dict[str, Any]], pad_token_id: int = 0) -> dict[str,
         values = [sample[name] for sample in samples]
         batch[name] = pad_sequence(values, True, fills.get(name, 0)) if first.ndim else torch.stack(values)
     return batch
-
-
-class BatchLoader:
-    """Yield one rank's batches, epoch after epoch.
-
-    Args:
-        dataset: A map-style dataset whose samples are dicts with "labels", tensors or lists.
-        position: Returns the epoch and the batch that a pass begins with, when it begins. None: one pass is one epoch.
-        order: See :class:`BatchOrder`.
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        batch_size: int,
-        *,
-        collate_fn: Collate | None = None,
-        num_workers: int = 0,
-        position: Callable[[], tuple[int, int]] | None = None,
-        **order: Any,
-    ) -> None:
-        self.dataset = dataset
-        self.contents = counted(len(dataset), "row")  # for a person: how much of what the dataset has
-        self.batch_sampler = BatchOrder(len(dataset), batch_size, **order)
-        self._position = position
-        self._loader = DataLoader(
-            _Rows(dataset),
-            batch_sampler=self.batch_sampler,
-            collate_fn=collate_fn,
-            num_workers=num_workers,
-            persistent_workers=num_workers > 0,
-            generator=torch.Generator(),  # each pass draws a number, which must not come from the global generator
-        )
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler)
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield one epoch, or what is left of it."""
-        # A generator does nothing before its first batch is asked for; Lightning knows the epoch only after ``iter``.
-        order = self.batch_sampler
-        order.epoch, order.start = (order.epoch + 1, 0) if self._position is None else self._position()
-        yield from self._loader
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the trainer knows the position. Lightning warns of loaders that lack these two methods."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-
-
-class BatchDataModule(L.LightningDataModule):
-    """A data module whose training resumes exactly, also within an epoch. Test and prediction use validation's data."""
-
-    @checked_options("data.", batch_size=1, num_workers=0, seed=0)
-    def __init__(self, batch_size: int, num_workers: int = 0, seed: int = 0) -> None:
-        super().__init__()
-        self.batch_size, self.num_workers, self.seed = batch_size, num_workers, seed
-        self._training: BatchOrder | None = None
-        self._resumed: dict[str, Any] | None = {}  # the checkpoint's state; None once resume_epoch has used it
-
-    def training_batches(
-        self,
-        dataset: Any,
-        contents: str | None = None,
-        *,
-        shuffle: bool = True,
-        collate_fn: Collate | None = None,
-    ) -> BatchLoader:
-        """Return the loader of training batches. The last, smaller batch is dropped, unless it is the only one.
-
-        ``contents`` says for a person how much of what the dataset has; None: how many rows.
-        """
-        overfits = getattr(self.trainer, "overfit_batches", 0) > 0  # the same batches in every epoch
-        loader = self.evaluation_batches(
-            dataset,
-            collate_fn,
-            shuffle=shuffle and not overfits,
-            seed=self.seed,
-            drop_last=True,
-            draw=getattr(dataset, "draw", None),
-            position=None if self.trainer is None else self._position,
-        )
-        loader.contents = contents or loader.contents
-        self._training = loader.batch_sampler
-        return loader
-
-    def evaluation_batches(self, dataset: Any, collate_fn: Collate | None = None, **options: Any) -> BatchLoader:
-        """Return a loader of all samples in their order, or as ``options`` of :class:`BatchLoader` say."""
-        if self.trainer is not None:
-            options |= self.trainer.distributed_sampler_kwargs or {}  # num_replicas and rank
-        return BatchLoader(dataset, self.batch_size, collate_fn=collate_fn, num_workers=self.num_workers, **options)
-
-    def test_dataloader(self) -> Any:
-        rank_zero_info("The data have no test part: the validation part is used.")
-        return self.val_dataloader()
-
-    def predict_dataloader(self) -> Any:
-        return self.val_dataloader()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what decides the batches of the epoch that runs."""
-        if self.trainer is None or self._training is None:
-            return {}
-        epoch = self.trainer.current_epoch
-        return {"epoch": epoch, "data": _what_decides(self._training, epoch)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._resumed = state_dict
-
-    def resume_epoch(self) -> None:
-        """Convert the trainer's count of batches, if the checkpoint was made with other batches.
-
-        ``FusedLMModule`` calls this when training starts: Lightning passes over an epoch whose count is beyond its end.
-        ``UserError``: the checkpoint was made in the middle of this epoch, whose other batches this run would not give.
-        """
-        assert self.trainer is not None
-        if self._training is None or self._resumed is None:
-            return
-        progress = self.trainer.fit_loop.epoch_loop.batch_progress
-        epoch, batch = self.trainer.current_epoch, progress.current.ready
-        saved, self._resumed = self._resumed, None
-        here = _what_decides(self._training, epoch)
-        there = saved.get("data") or None if saved.get("epoch") == epoch else None
-        length = len(self._training) if there is None else max(1, there["number of samples"] // there[_ROWS])
-        if not 0 < batch < length:
-            return
-        if there is None:
-            rank_zero_warn(
-                f"the checkpoint was made after {batch} batches of epoch {epoch}, but of another kind of data; "
-                "training goes on with this data's next batches"
-            )
-            return
-        differences = [name for name in here if here[name] != there.get(name)]
-        seen = batch * there[_ROWS]
-        if differences == [_ROWS] and seen % here[_ROWS] == 0:
-            shift = seen // here[_ROWS] - batch
-            for counts in (progress.current, progress.total):
-                for name in vars(counts):  # ready, started, processed, completed
-                    setattr(counts, name, getattr(counts, name) + shift)
-        elif differences:
-            listed = "; ".join(f"{name} {there.get(name)} there and {here[name]} here" for name in differences)
-            raise UserError(
-                f"the checkpoint was made after {batch} batches of epoch {epoch}, whose other batches this run would "
-                f"not give: {listed}. Resume with the same data and data.seed, and with data.batch_size times "
-                f"devices so that it divides the {seen} samples that were seen, or from a checkpoint that was made "
-                "at the end of an epoch"
-            )
-
-    def _position(self) -> tuple[int, int]:
-        """Return the epoch and batch that the trainer is at; the first ones where it has ended."""
-        assert self.trainer is not None
-        if self.trainer.state.finished:
-            return 0, 0
-        self.resume_epoch()
-        return self.trainer.current_epoch, self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 @dataclass
@@ -243,11 +87,60 @@ class BatchOrder(Sampler[list[int]]):
             mine = rows[self.rank * share : (self.rank + 1) * share].tolist()
             yield mine + [-1 - int(rows[0])] * (share - len(mine))
 
+    def decided_by(self, epoch: int) -> dict[str, Any]:
+        """Return what decides which samples are in which batch of an epoch, on all ranks together."""
+        checksum = zlib.crc32(self.permutation(epoch).tobytes())
+        sizes = {"number of samples": self.num_samples, _ROWS: self.rows_of_all_ranks}
+        return sizes | {"checksum of the order": checksum}
 
-def _what_decides(order: BatchOrder, epoch: int) -> dict[str, Any]:
-    """Return what decides which samples are in which batch of an epoch, on all ranks together."""
-    checksum = zlib.crc32(order.permutation(epoch).tobytes())
-    return {"number of samples": order.num_samples, _ROWS: order.rows_of_all_ranks, "checksum of the order": checksum}
+
+class BatchLoader:
+    """Yield one rank's batches, epoch after epoch.
+
+    Args:
+        dataset: A map-style dataset whose samples are dicts with "labels", tensors or lists.
+        position: Returns the epoch and the batch that a pass begins with, when it begins. None: one pass is one epoch.
+        order: See :class:`BatchOrder`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        collate_fn: Collate | None = None,
+        num_workers: int = 0,
+        position: Callable[[], tuple[int, int]] | None = None,
+        **order: Any,
+    ) -> None:
+        self.dataset = dataset
+        self.contents = getattr(dataset, "contents", counted(len(dataset), "row"))  # what there is, for a person
+        self.batch_sampler = BatchOrder(len(dataset), batch_size, **order)
+        self._position = position
+        self._loader = DataLoader(
+            _Rows(dataset),
+            batch_sampler=self.batch_sampler,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            generator=torch.Generator(),  # Each pass draws a number, which must not come from the global generator.
+        )
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield one epoch, or what is left of it."""
+        # A generator does nothing before its first batch is asked for; Lightning knows the epoch only after ``iter``.
+        order = self.batch_sampler
+        order.epoch, order.start = (order.epoch + 1, 0) if self._position is None else self._position()
+        yield from self._loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the trainer knows the position. Lightning warns of loaders that lack these two methods."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 class _Rows(Dataset[Any]):
@@ -263,3 +156,88 @@ class _Rows(Dataset[Any]):
         labels = row["labels"]
         ignored = torch.full_like(labels, IGNORE_INDEX) if isinstance(labels, Tensor) else [IGNORE_INDEX] * len(labels)
         return {**row, "labels": ignored}
+
+
+class BatchDataModule(L.LightningDataModule):
+    """A data module whose training resumes exactly, also within an epoch. Test and prediction use validation's data."""
+
+    @checked_options("data.", batch_size=1, num_workers=0, seed=0)
+    def __init__(self, batch_size: int, num_workers: int = 0, seed: int = 0) -> None:
+        super().__init__()
+        self.batch_size, self.num_workers, self.seed = batch_size, num_workers, seed
+        self._order: BatchOrder | None = None  # of training
+        self._resumed: dict[str, Any] | None = None  # the state of a checkpoint, until training starts
+
+    def training_batches(self, dataset: Any, collate_fn: Collate | None = None, *, shuffle: bool = True) -> BatchLoader:
+        """Return the loader of training batches. The last, smaller batch is dropped, unless it is the only one."""
+        overfits = getattr(self.trainer, "overfit_batches", 0) > 0  # the same batches in every epoch
+        loader = self.evaluation_batches(
+            dataset,
+            collate_fn,
+            shuffle=shuffle and not overfits,
+            seed=self.seed,
+            drop_last=True,
+            draw=getattr(dataset, "draw", None),
+            position=None if self.trainer is None else self._position,
+        )
+        self._order = loader.batch_sampler
+        return loader
+
+    def evaluation_batches(self, dataset: Any, collate_fn: Collate | None = None, **options: Any) -> BatchLoader:
+        """Return a loader of all samples in their order, or as ``options`` of :class:`BatchLoader` say."""
+        if self.trainer is not None:
+            options |= self.trainer.distributed_sampler_kwargs or {}  # num_replicas and rank
+        return BatchLoader(dataset, self.batch_size, collate_fn=collate_fn, num_workers=self.num_workers, **options)
+
+    def test_dataloader(self) -> Any:
+        rank_zero_info("The data have no test part: the validation part is used.")
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> Any:
+        return self.val_dataloader()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what decides the batches of the epoch that runs."""
+        if self.trainer is None or self._order is None:
+            return {}
+        epoch = self.trainer.current_epoch
+        return {"epoch": epoch, "data": self._order.decided_by(epoch)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._resumed = state_dict
+
+    def resume_epoch(self) -> None:
+        """Convert the trainer's count of batches, if the checkpoint was made with other batches.
+
+        ``FusedLMModule`` calls this when training starts: Lightning passes over an epoch whose count is beyond its end.
+        ``UserError``: the checkpoint was made in the middle of this epoch, whose other batches this run would not give.
+        """
+        saved, self._resumed = self._resumed, None
+        if self.trainer is None or self._order is None or not saved or saved.get("epoch") != self.trainer.current_epoch:
+            return
+        progress, epoch = self.trainer.fit_loop.epoch_loop.batch_progress, self.trainer.current_epoch
+        batch, there, here = progress.current.ready, saved["data"], self._order.decided_by(epoch)
+        differences = [name for name in here if here[name] != there[name]]
+        seen = batch * there[_ROWS]
+        if not differences or not 0 < seen <= there["number of samples"] - there[_ROWS]:  # The epoch is over.
+            return
+        if differences == [_ROWS] and seen % here[_ROWS] == 0:
+            shift = seen // here[_ROWS] - batch
+            for counts in (progress.current, progress.total):
+                for name in vars(counts):  # ready, started, processed, completed
+                    setattr(counts, name, getattr(counts, name) + shift)
+            return
+        listed = "; ".join(f"{name} {there[name]} there and {here[name]} here" for name in differences)
+        raise UserError(
+            f"the checkpoint was made after {batch} batches of epoch {epoch}, whose other batches this run would not "
+            f"give: {listed}. Resume with the same data and data.seed, and with data.batch_size times devices so that "
+            f"it divides the {seen} samples that were seen, or from a checkpoint of the end of an epoch"
+        )
+
+    def _position(self) -> tuple[int, int]:
+        """Return the epoch and batch that the trainer is at; the first ones where it has ended."""
+        assert self.trainer is not None
+        if self.trainer.state.finished:
+            return 0, 0
+        self.resume_epoch()
+        return self.trainer.current_epoch, self.trainer.fit_loop.epoch_loop.batch_progress.current.ready

@@ -45,6 +45,7 @@ class MaskedRows(Rows):
         assert encoding.mask_probability is not None
         self.rows, self.seed, self.num_rows = rows, seed, len(rows)
         self.share_of_tokens, self.probability = rows.share_of_tokens, encoding.mask_probability
+        self.contents = f"{rows.contents}, of which {self.probability:.0%} are to be predicted"
         self._special = torch.tensor(tokenizer.all_special_ids)
         self._words = WordsOfTokens(tokenizer) if encoding.whole_words else None
         self._collator = DataCollatorForLanguageModeling(
@@ -65,12 +66,6 @@ class MaskedRows(Rows):
         own = getattr(self.rows, "draw", None)
         order = np.random.default_rng([seed, epoch]).permutation(self.num_rows) if own is None else own(seed, epoch)
         return order + self.num_rows * (epoch * len(order) + np.arange(len(order)))
-
-    def summary(self) -> str:
-        return f"{self.rows.summary()}, of which {self.probability:.0%} are to be predicted"
-
-    def share_of_tokens_in(self, order: Integers, batch_size: int) -> float:
-        return self.rows.share_of_tokens_in(order % self.num_rows, batch_size)
 
     def _row(self, index: int) -> dict[str, Tensor]:
         draw, number = divmod(index, self.num_rows)

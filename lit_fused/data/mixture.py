@@ -27,10 +27,11 @@ class MixedRows(Rows):
         self.num_rows = self.starts[-1]
         wanted = lengths if weights is None else np.array([float(weights[name]) for name in self.sets])
         self.counts = shares(self.num_rows, wanted)
-        parts = [part.share_of_tokens for part in self.sets.values()]
-        known = [(count, part) for count, part in zip(self.counts, parts, strict=True) if part is not None]
-        if len(known) == len(parts):
-            self.share_of_tokens = sum(count * part for count, part in known) / self.num_rows
+        counts = dict(zip(self.sets, self.counts, strict=True))
+        self.contents = "; ".join(f"{name}: {rows.contents}, {counts[name]:,} used" for name, rows in self.sets.items())
+        if all(part.share_of_tokens is not None for part in self.sets.values()):
+            used = sum(counts[name] * (part.share_of_tokens or 0) for name, part in self.sets.items())
+            self.share_of_tokens = used / self.num_rows
 
     def draw(self, seed: int, epoch: int) -> Integers:
         """Return the order of an epoch, (rows,)."""
@@ -44,17 +45,9 @@ class MixedRows(Rows):
             parts.append(start + np.concatenate(stream)[skipped : skipped + count])
         return np.random.default_rng([seed, epoch]).permutation(np.concatenate(parts))
 
-    def summary(self) -> str:
-        counts = zip(self.sets.items(), self.counts, strict=True)
-        return "; ".join(f"{name}: {rows.summary()}, {count:,} in an epoch" for (name, rows), count in counts)
-
     def _row(self, index: int) -> dict[str, Tensor]:
         number = int(np.searchsorted(self.starts, index, side="right")) - 1
         return [*self.sets.values()][number][index - self.starts[number]]
-
-    def _lengths(self) -> list[Integers]:
-        parts = [part._lengths() for part in self.sets.values()]
-        return [np.concatenate(columns) for columns in zip(*parts, strict=True)]
 
 
 def shares(total: int, weights: Any) -> list[int]:

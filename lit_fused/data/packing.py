@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lit_fused.data.loader import pad_right
+from lit_fused.data.loader import counted, pad_right
 from lit_fused.data.tokens import Integers, Tokens
 from lit_fused.errors import UserError
 from lit_fused.ops.label_checks import IGNORE_INDEX
@@ -71,15 +71,19 @@ def best_fit(lengths: Integers, block_size: int) -> tuple[Integers, Integers]:
 
 
 class Rows(Dataset[dict[str, Tensor]]):
-    """Samples of tokens, by their numbers."""
+    """Samples of tokens, by their numbers.
 
-    share_of_tokens: float | None = None  # of positions; None where it depends on which rows are in a batch
+    Attributes:
+        contents: How much of what there is, for a person.
+        share_of_tokens: Of all positions; None where it depends on which rows are in a batch.
+    """
+
     num_rows: int
-    unit: str  # the summary's name for rows
+    contents: str
+    share_of_tokens: float | None = None
 
     def __init__(self, store: Tokens, block_size: int, pad_token_id: int) -> None:
         self.store, self.block_size, self.pad_token_id = store, block_size, pad_token_id
-        self.content = f"{store.num_tokens:,} tokens"
 
     def __len__(self) -> int:
         return self.num_rows
@@ -91,23 +95,6 @@ class Rows(Dataset[dict[str, Tensor]]):
 
     def _row(self, index: int) -> dict[str, Tensor]:
         raise NotImplementedError
-
-    def _lengths(self) -> list[Integers]:
-        """Return the lengths, (rows,) or (rows, n), of each thing that is padded to a batch's longest; 0 for none."""
-        raise NotImplementedError
-
-    def summary(self) -> str:
-        return f"{len(self):,} {self.unit} hold {self.content}"
-
-    def share_of_tokens_in(self, order: Integers, batch_size: int) -> float:
-        """Return the share of the positions of (padded) batches that holds tokens; ``order`` is that of the rows."""
-        if self.share_of_tokens is not None:
-            return self.share_of_tokens
-        whole = len(order) // batch_size * batch_size
-        lengths = [column.reshape(len(column), -1)[order[:whole]] for column in self._lengths()]
-        batches = [column.reshape(-1, batch_size * column.shape[1]) for column in lengths]
-        positions = sum(int((batch.max(1) * (batch > 0).sum(1)).sum()) for batch in batches)
-        return sum(int(batch.sum()) for batch in batches) / max(positions, 1)
 
     def _read(self, start: int, stop: int) -> tuple[Integers, Integers]:
         """Return (tokens, labels), both (n,)."""
@@ -121,46 +108,43 @@ class Rows(Dataset[dict[str, Tensor]]):
             for name, values, fill in (("input_ids", tokens, self.pad_token_id), ("labels", labels, IGNORE_INDEX))
         }
 
+    def _documents_in_rows(self, most: str = "") -> str:
+        documents = counted(self.store.num_documents, "document")
+        return f"{documents} in {counted(len(self), 'row')} of {most}{self.block_size} tokens"
+
 
 class StreamBlocks(Rows):
     """Samples of ``packing=stream``: "input_ids" and "labels", int64 (T,); only the last block is padded."""
 
     def __init__(self, store: Tokens, block_size: int, pad_token_id: int) -> None:
         super().__init__(store, block_size, pad_token_id)
-        self.num_rows, self.unit = -(-store.num_tokens // block_size), f"blocks of {block_size}"
+        self.num_rows = -(-store.num_tokens // block_size)
         self.share_of_tokens = store.num_tokens / (max(self.num_rows, 1) * block_size)
+        self.contents = self._documents_in_rows()
 
     def _row(self, index: int) -> dict[str, Tensor]:
         start = index * self.block_size
-        return self._block(*self._read(start, min(start + self.block_size, self.store.num_tokens)))
+        return self._block(*self._read(start, start + self.block_size))
 
 
 class SingleDocuments(Rows):
     """Samples of ``packing=none``: "input_ids" and "labels" of one document, int64 (n,), cut to a block's length,
     without single tokens; see :func:`pad_documents`."""
 
-    unit = "rows"
-
     def __init__(self, store: Tokens, block_size: int, pad_token_id: int) -> None:
         super().__init__(store, block_size, pad_token_id)
         self.starts, self.lengths = cut_documents(store.ends, block_size)
         self.num_rows = len(self.starts)
+        self.contents = self._documents_in_rows("at most ")
         if not self.num_rows:
             raise UserError(
                 f"none of the {store.num_documents:,} documents has two tokens, one to read and one to predict; choose "
                 "data.packing=stream, or give longer documents"
             )
-        self.content = f"{store.num_documents:,} documents"
-        if self.num_rows != store.num_documents:
-            self.content += f", as {self.num_rows:,} pieces of 2 to {block_size} tokens"
-        self.content += f", {int(self.lengths.sum()):,} tokens"
 
     def _row(self, index: int) -> dict[str, Tensor]:
         tokens, labels = self._piece(index)
         return {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
-
-    def _lengths(self) -> list[Integers]:
-        return [self.lengths]
 
     def _piece(self, index: int) -> tuple[Integers, Integers]:
         """Return (tokens, labels) of a piece, whose first token is no target."""
@@ -176,8 +160,9 @@ class DocumentBlocks(SingleDocuments):
     def __init__(self, store: Tokens, block_size: int, pad_token_id: int) -> None:
         super().__init__(store, block_size, pad_token_id)
         self.order, self.ends = best_fit(self.lengths, block_size)
-        self.num_rows, self.unit = len(self.ends), f"blocks of {block_size}"
+        self.num_rows = len(self.ends)
         self.share_of_tokens = int(self.lengths.sum()) / (self.num_rows * block_size)
+        self.contents = self._documents_in_rows()
 
     def _row(self, index: int) -> dict[str, Tensor]:
         pieces = self.order[self.ends[index - 1] if index else 0 : self.ends[index]]
@@ -191,20 +176,15 @@ class PairRows(Rows):
     """Samples of ``packing=pairs``: "labels", int64 (t,), the wanted tokens of a stored document, are the target, and
     "input_ids", int64 (s,), those before them, the source."""
 
-    unit = "pairs"
-
     def __init__(self, store: Tokens, block_size: int, pad_token_id: int) -> None:
         super().__init__(store, block_size, pad_token_id)
-        self.num_rows = store.num_documents
+        self.num_rows, self.contents = store.num_documents, counted(store.num_documents, "pair")
 
     def _row(self, index: int) -> dict[str, Tensor]:
-        tokens, wanted = self.store.read(int(self.store.ends[index - 1]) if index else 0, int(self.store.ends[index]))
+        end = int(self.store.ends[index])
+        tokens, wanted = self.store.read(end - int(self.store.lengths[index]), end)
         assert wanted is not None
         return {"input_ids": torch.from_numpy(tokens[~wanted]), "labels": torch.from_numpy(tokens[wanted])}
-
-    def _lengths(self) -> list[Integers]:
-        targets = self.store.num_wanted
-        return [self.store.lengths - targets, targets]
 
 
 def pad_documents(samples: list[dict[str, Tensor]], pad_token_id: int) -> dict[str, Tensor]:

@@ -25,26 +25,23 @@ class PairEncoder(Encoder["PairEncoding"]):
         eos = self.end_of_text("which ends every target")
         self._end = [] if eos in self.tokenizer(text_target="a")["input_ids"] else [eos]
 
-    def _tokens(self, role: str, text: str, *, cut: bool = False) -> list[int]:
-        end = self._end if role == "text_target" else []
-        options = {"truncation": True, "max_length": self.block_size - len(end)} if cut else {}
-        (tokens,) = self.tokenize(**{role: [text]}, split_special_tokens=True, **options)["input_ids"]
-        return one_of_each([*tokens, *end], self.tokenizer)
-
     def encode(self, document: Mapping[str, Any]) -> Encoded:
-        texts = dict(zip(("text", "text_target"), self.encoding.training_texts(document), strict=True))
-        for role, text in texts.items():
-            if not text.strip():
-                raise LeftOut(f"the {'source' if role == 'text' else 'target'} is empty")
-        tokens = {role: self._tokens(role, text) for role, text in texts.items()}
-        longest = max(map(len, tokens.values()))
-        if replacement := self.encoding.replacement(longest, self.block_size):
-            return replacement
-        for role, text in texts.items():
-            if len(tokens[role]) > self.block_size:
-                tokens[role] = self._tokens(role, text, cut=True)
-        notes = (f"cut to {self.block_size} tokens",) * (longest > self.block_size)
-        return context_and_answer(tokens["text"], tokens["text_target"], notes)
+        source, target = self.encoding.training_texts(document)
+        if not source.strip() or not target.strip():
+            raise LeftOut(f"the {'target' if source.strip() else 'source'} is empty")
+        context, answer = self._tokens([], text=[source]), self._tokens(self._end, text_target=[target])
+        if is_long := max(len(context), len(answer)) > self.block_size:
+            if self.encoding.too_long == "skip":
+                raise LeftOut(f"longer than data.block_size={self.block_size}")
+            cut = {"truncation": True, "max_length": self.block_size}
+            context = self._tokens([], text=[source], **cut)
+            cut["max_length"] -= len(self._end)
+            answer = self._tokens(self._end, text_target=[target], **cut)
+        return context_and_answer(context, answer, (f"cut to {self.block_size} tokens",) * is_long)
+
+    def _tokens(self, end: list[int], **options: Any) -> list[int]:
+        (tokens,) = self.tokenize(split_special_tokens=True, **options)["input_ids"]
+        return one_of_each([*tokens, *end], self.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -52,8 +49,8 @@ class PairEncoding(RecordEncoding):
     """Documents are pairs of texts: the encoder reads the source, and the decoder learns to say the target.
 
     Attributes:
-        too_long: A pair whose source or target has more than ``block_size`` tokens is cut ("cut"; end tokens stay),
-            left out ("skip") or refused ("refuse").
+        too_long: A pair whose source or target has more than ``block_size`` tokens is cut ("cut"; end tokens stay)
+            or left out ("skip").
     """
 
     made_by = PairEncoder

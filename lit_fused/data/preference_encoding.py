@@ -49,8 +49,8 @@ class PreferenceEncoding(InstructionEncoding):
     Attributes:
         prompt, completion, chosen, rejected, label: The columns, where they have other names.
         chat_template, template_kwargs: Of conversations.
-        too_long: A preference of which one side has more than ``block_size`` tokens is cut ("cut"), left out ("skip")
-            or refused ("refuse"). A cut one whose prompt alone fills the block is left out.
+        too_long: A preference of which one side has more than ``block_size`` tokens is cut ("cut") or left out
+            ("skip"). A cut one whose prompt alone fills the block is left out.
     """
 
     made_by = PreferenceEncoder

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_fused.data.loader import Collate
+from lit_fused.data.loader import Collate, counted
 from lit_fused.data.packing import DocumentBlocks, PairRows, Rows, SingleDocuments, StreamBlocks, pad_documents
 from lit_fused.data.tokens import Integers, Tokens
 from lit_fused.ops.label_checks import IGNORE_INDEX
@@ -25,54 +25,49 @@ class PreferenceRows(Rows):
     """Samples of ``packing=padded`` and ``packed``: "input_ids" and "labels" (n,) of all answers to a prompt, one after
     the other, with their "lengths" and "desirable" (1 or 2,), all int64; of single answers also the "other" ones."""
 
-    unit = "preferences"
-
     def __init__(self, store: Tokens, block_size: int, pad_token_id: int) -> None:
         super().__init__(store, block_size, pad_token_id)
         self.num_rows = store.num_documents // 2
-        self._lengths_of_sides = store.lengths.reshape(-1, 2)
+        self.contents = counted(self.num_rows, "preference")
         self._exists = store.num_wanted.reshape(-1, 2) > 0
         self.are_single = not self._exists.all(1).any()
 
     def _row(self, index: int) -> dict[str, Tensor]:
         sides = [side for side in (0, 1) if self._exists[index, side] or not self.are_single]
-        parts = [self._side(index, side) for side in sides]
-        tokens, labels = (torch.from_numpy(np.concatenate(column)) for column in zip(*parts, strict=True))
-        row = {"input_ids": tokens, "labels": labels, "lengths": torch.from_numpy(self._lengths_of_sides[index][sides])}
-        row["desirable"] = 1 - torch.tensor(sides)
-        return row | self._other(index, parts[0]) if self.are_single else row
+        answers = [self._answer(index, side) for side in sides]
+        row = _sample(answers) | {"desirable": 1 - torch.tensor(sides)}
+        if self.are_single:
+            row |= {f"other_{name}": values for name, values in self._other(index, *answers[0]).items()}
+        return row
 
-    def _side(self, index: int, side: int) -> tuple[Integers, Integers]:
+    def _answer(self, index: int, side: int) -> tuple[Integers, Integers]:
         """Return the token ids and the labels of a prompt with one of its answers."""
-        end = int(self.store.ends[2 * index + side])
-        tokens, labels = self._read(end - int(self._lengths_of_sides[index, side]), end)
+        document = 2 * index + side
+        end = int(self.store.ends[document])
+        tokens, labels = self._read(end - int(self.store.lengths[document]), end)
         labels[0] = IGNORE_INDEX
         return tokens, labels
 
-    def _other(self, index: int, own: tuple[Integers, Integers]) -> dict[str, Tensor]:
+    def _other(self, index: int, tokens: Integers, labels: Integers) -> dict[str, Tensor]:
         """Return a single preference's prompt with the answer of the one before it, of at most ``block_size`` tokens;
         without labels if there is no other one."""
         before = (index - 1) % self.num_rows
-        tokens, labels = self._side(before, int(self._exists[before].argmax()))
-        prompt, (begin, end) = _answer(own[1])[0], _answer(labels)
+        others, targets = self._answer(before, int(self._exists[before].argmax()))
+        prompt, _ = _place_of_answer(labels)
+        begin, end = _place_of_answer(targets)
         answer = slice(begin, min(end, begin + self.block_size - prompt))
-        ids = np.concatenate([own[0][:prompt], tokens[answer]])
-        targets = np.concatenate([np.full(prompt, IGNORE_INDEX), labels[answer]])
         targets = targets if before != index else np.full_like(targets, IGNORE_INDEX)
-        found = {"input_ids": ids, "labels": targets, "lengths": np.array([len(ids)])}
-        return {f"other_{name}": torch.from_numpy(values) for name, values in found.items()}
-
-    def _lengths(self) -> list[Integers]:
-        return [np.where(self._exists, self._lengths_of_sides, 0) if self.are_single else self._lengths_of_sides]
+        ids = np.concatenate([tokens[:prompt], others[answer]])
+        return _sample([(ids, np.concatenate([np.full(prompt, IGNORE_INDEX), targets[answer]]))])
 
 
-class PackedPreferenceRows(PreferenceRows):
-    """Samples of ``packing=packed``."""
+def _sample(answers: list[tuple[Integers, Integers]]) -> dict[str, Tensor]:
+    """Return tokens and labels of answers, one after the other, and their lengths."""
+    tokens, labels = (torch.from_numpy(np.concatenate(column)) for column in zip(*answers, strict=True))
+    return {"input_ids": tokens, "labels": labels, "lengths": torch.tensor([len(ids) for ids, _ in answers])}
 
-    share_of_tokens = 1.0
 
-
-def _answer(labels: Integers) -> tuple[int, int]:
+def _place_of_answer(labels: Integers) -> tuple[int, int]:
     """Return where an answer begins, and ends behind its last label; both at the end of a row without labels."""
     wanted = np.flatnonzero(labels != IGNORE_INDEX)
     return (int(wanted[0]), int(wanted[-1]) + 1) if len(wanted) else (len(labels), len(labels))
@@ -107,7 +102,7 @@ ROWS: dict[str, type[Rows]] = {
     "none": SingleDocuments,
     "pairs": PairRows,
     "padded": PreferenceRows,
-    "packed": PackedPreferenceRows,
+    "packed": PreferenceRows,
 }
 
 

@@ -19,7 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-from datasets import Dataset, concatenate_datasets, load_dataset, load_from_disk
+from datasets import (
+    Dataset,
+    are_progress_bars_disabled,
+    concatenate_datasets,
+    disable_progress_bars,
+    enable_progress_bars,
+    load_dataset,
+    load_from_disk,
+)
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
 from lit_fused.errors import UserError
@@ -82,7 +90,7 @@ def load_records(
     local = None if path is None else Path(path).expanduser().absolute()
     place: dict[str, Any] = {} if cache_dir is None else {"cache_dir": str(Path(cache_dir).expanduser())}
     base = re.split(r"[\[+]", split)[0]
-    with _explained(path):
+    with _explained(path), bars_in_a_terminal_alone():
         if path is None or local is None:
             parts = [_texts(find_files(_STDLIB, (".py",), _STDLIB_SKIPPED), max_bytes, encoding, place, skip_bad=True)]
         elif local.is_dir() and any((local / file).is_file() for file in ("state.json", "dataset_dict.json")):
@@ -124,6 +132,19 @@ def load_records(
     parts = [part if is_same else part.cast(parts[0].features) for part, is_same in zip(parts, same, strict=True)]
     records = concatenate_datasets(parts)
     return records if max_documents is None else records.select(range(min(max_documents, len(records))))
+
+
+@contextmanager
+def bars_in_a_terminal_alone() -> Iterator[None]:
+    """Keep the library's progress bars out of pipes and files."""
+    are_hidden = are_progress_bars_disabled()
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not are_hidden:
+            enable_progress_bars()
 
 
 @contextmanager

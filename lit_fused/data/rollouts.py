@@ -15,13 +15,14 @@ The numbers of a group are found before batches are cut: it may lie in several b
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lit_fused.data.loader import BatchDataModule, BatchLoader, counted, pad_right
+from lit_fused.data.loader import BatchDataModule, BatchLoader, pad_right
 from lit_fused.data.records import load_records
 from lit_fused.data.tokenizer import load_tokenizer, vocab_size_of
 from lit_fused.errors import UserError, checked_options
@@ -38,15 +39,15 @@ class RolloutDataModule(BatchDataModule):
     """Batches of given rollouts for :class:`lit_fused.objectives.PolicyLoss`, padded to the longest of each.
 
     Args:
-        path: what :func:`lit_fused.data.records.load_records` reads.
-        val_path: rollouts to evaluate on; None: the same ones.
-        tokenizer: name or folder; None where all rollouts have token ids.
-        batch_size: completions per batch.
-        block_size: the most tokens of a prompt and its completion; longer ones are refused: cut, their reward would be
+        path: What :func:`lit_fused.data.records.load_records` reads; no copy of it stays in a cache.
+        val_path: Rollouts to evaluate on; None: the same ones.
+        tokenizer: Name or folder; None where all rollouts have token ids.
+        batch_size: Completions per batch.
+        block_size: The most tokens of a prompt and its completion; longer ones are refused: cut, their reward would be
             another's.
-        num_workers: worker processes of each loader.
-        seed: of the order of training batches, with the number of the epoch.
-        vocab_size: of a model that is made from a configuration; None: that of the tokens.
+        num_workers: Worker processes of each loader.
+        seed: Of the order of training batches, with the number of the epoch.
+        vocab_size: Of a model that is made from a configuration; None: that of the tokens.
 
     ``setup`` raises UserError, with the number of the record, for numbers that are missing, not finite, or of another
     length than their completion.
@@ -58,7 +59,6 @@ class RolloutDataModule(BatchDataModule):
         path: str | Path,
         val_path: str | Path | None = None,
         tokenizer: str | Path | None = None,
-        *,
         batch_size: int = 8,
         block_size: int = 1024,
         num_workers: int = 0,
@@ -92,9 +92,7 @@ class RolloutDataModule(BatchDataModule):
         return 1 + max(int(row["input_ids"].max()) for part in self.rows.values() for row in part)
 
     def train_dataloader(self) -> BatchLoader:
-        rows = self.rows["train"]
-        contents = counted(len(rows), "rollout")
-        return self.training_batches(rows, contents, collate_fn=self._collate)
+        return self.training_batches(self.rows["train"], self._collate)
 
     def val_dataloader(self) -> BatchLoader:
         return self.evaluation_batches(self.rows["val"], self._collate)
@@ -105,9 +103,11 @@ class RolloutDataModule(BatchDataModule):
 
     def _read(self, path: str | Path) -> list[dict[str, Tensor]]:
         """Return the samples of a file, with the numbers of each one's group."""
+        with TemporaryDirectory() as folder:  # An online policy writes a file each round.
+            records = load_records(path, cache_dir=folder).to_list()
         rows: list[dict[str, Tensor]] = []
         groups: dict[Any, list[dict[str, Tensor]]] = defaultdict(list)
-        for number, record in enumerate(load_records(path).to_list()):
+        for number, record in enumerate(records):
             try:
                 prompt, row = self._row(record)
             except UserError as error:

@@ -57,7 +57,6 @@ class ScoreHeader:
     temperature: float
     vocabulary: int  # the asked model's entries
     model: str
-    tokenizer: str | None  # its digest; None for data that came as tokens
     shifted: bool  # position t has the scores of label t + 1, as for causal models; else of label t
     rows: dict[str, int]  # by set, in the order in which they follow each other: "train", "val", or "train/web" ...
 
@@ -119,16 +118,8 @@ class StoredScores:
     def __reduce__(self) -> tuple[Any, ...]:
         return StoredScores, (self.path,)
 
-    def check_tokenizer(self, digest: str | None) -> None:
-        if digest != self.header.tokenizer:
-            raise self._of_others("of texts in another tokenizer, so their entries are other tokens")
-
     def of(self, name: str, rows: Rows) -> "ScoredRows":
         """Return a set's rows with their scores; UserError unless they are the rows that were scored."""
-        of_answers = self.header.k is None
-        kinds = "a teacher's for module=distillation", "a reference's for module=preference"
-        if len(rows) and of_answers != ("desirable" in rows[0]):
-            raise self._of_others(f"{kinds[of_answers]}, and these data need {kinds[not of_answers]}")
         if self.header.rows.get(name) != len(rows):
             raise self._of_others(f"of other data: these have {len(rows):,} rows in {name}, and it {self.header.rows}")
         names = [*self.header.rows]
@@ -168,16 +159,11 @@ class ScoredRows(Rows):
     def __init__(self, rows: Rows, scores: StoredScores, start: int) -> None:
         self.rows, self.scores, self.start = rows, scores, start
         self.num_rows, self.share_of_tokens = len(rows), rows.share_of_tokens
+        self.contents = f"{rows.contents}, with the scores of {scores.header.model}"
 
     def _row(self, index: int) -> dict[str, Tensor]:
         row = self.rows[index]
         return row | self.scores.read(self.start + index, row)
-
-    def _lengths(self) -> Any:
-        return self.rows._lengths()
-
-    def summary(self) -> str:
-        return f"{self.rows.summary()}, with the scores of {self.scores.header.model}"
 
 
 def fingerprint(row: Mapping[str, Tensor]) -> int:

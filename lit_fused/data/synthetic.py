@@ -45,8 +45,7 @@ class SyntheticDataModule(BatchDataModule):
         self._val = _RandomTokens(vocab_size, block_size, num_val, ignored_fraction, seed + num_train)
 
     def train_dataloader(self) -> BatchLoader:
-        contents = f"{counted(len(self._train), 'row')} of {self._train.block_size} tokens"
-        return self.training_batches(self._train, contents, shuffle=False)
+        return self.training_batches(self._train, shuffle=False)
 
     def val_dataloader(self) -> BatchLoader:
         return self.evaluation_batches(self._val)
@@ -59,6 +58,10 @@ class _RandomTokens(Dataset[dict[str, Tensor]]):
     num_samples: int
     ignored_fraction: float
     seed: int
+
+    @property
+    def contents(self) -> str:
+        return f"{counted(self.num_samples, 'row')} of {self.block_size} tokens"
 
     def __len__(self) -> int:
         return self.num_samples

@@ -17,15 +17,16 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lit_fused.data.encoding import Encoding, Packing, TextEncoding
-from lit_fused.data.loader import BatchDataModule, BatchLoader, counted
+from lit_fused.data.loader import BatchDataModule, BatchLoader
 from lit_fused.data.mixture import MixedRows
 from lit_fused.data.packing import Rows
 from lit_fused.data.preference_rows import ROWS, collate_of
 from lit_fused.data.records import load_records
+from lit_fused.data.split import choose_split
 from lit_fused.data.stored_scores import StoredScores
-from lit_fused.data.tokenized import split_of, tokenized, trained_tokenizer
-from lit_fused.data.tokenizer import load_tokenizer, tokenizer_digest, vocab_size_of
-from lit_fused.data.tokens import Integers, TokenArrays, Tokens, notes_of
+from lit_fused.data.tokenized import contents_of, notes_of, tokenized, trained_tokenizer
+from lit_fused.data.tokenizer import load_tokenizer, vocab_size_of
+from lit_fused.data.tokens import Integers, TokenArrays, Tokens
 from lit_fused.errors import UserError, check_choice, check_number, check_whole, checked_options, did_you_mean
 
 _PROMPTS, _PROMPT_TOKENS = 64, 16  # held-out documents among which one is chosen, and the first tokens of a text
@@ -53,12 +54,11 @@ Sources: TypeAlias = Source | Mapping[str, Source]
 
 class PreparedTokens(NamedTuple):
     """The tokenizer, if there is one, tokens to train on and held out by the names of their sets ("" of a single one),
-    how often the encoding gave each note, and a description for a person."""
+    and a description for a person."""
 
     tokenizer: PreTrainedTokenizerBase | None
     to_train_on: dict[str, Tokens]
     held_out: dict[str, Tokens]
-    notes: Counter[str]
     report: str
 
     @property
@@ -77,6 +77,11 @@ class _Set:
     name: str
     source: Any
     val_fraction: float  # 0 for training alone, and 1 for evaluation alone
+
+    @property
+    def path(self) -> str:
+        path = getattr(self.source, "path", self.source)
+        return "the standard library" if path is None else str(path)
 
 
 class TokenDataModule(BatchDataModule):
@@ -133,10 +138,10 @@ class TokenDataModule(BatchDataModule):
         check_choice("data.packing", self.packing, packings)
         fraction = float(val_fraction) if val_source is None else 0.0
         self.sets = [_Set(name, part, fraction) for name, part in _named("data.path", source).items()]
+        if weights is not None:
+            _check_weights(weights, [part.name for part in self.sets])
         if val_source is not None:
             self.sets += [_Set(name, part, 1.0) for name, part in _named("data.val_path", val_source).items()]
-        if weights is not None:
-            _check_weights(weights, [part.name for part in self.sets if part.val_fraction < 1])
         if encoding is not None:
             check_whole("data.vocab_size", vocab_size, encoding.min_vocab_size)
         self.weights = None if weights is None else {str(name): float(weight) for name, weight in weights.items()}
@@ -147,12 +152,7 @@ class TokenDataModule(BatchDataModule):
     @property
     def source_names(self) -> list[str]:
         """Return the paths or names of all data."""
-        paths = [getattr(part.source, "path", part.source) for part in self.sets]
-        return ["the standard library" if path is None else str(path) for path in paths]
-
-    def prepare(self, *, show: bool = False) -> str:
-        """Prepare the data, unless the cache has them, and describe them for a person."""
-        return self.prepared.report
+        return [part.path for part in self.sets]
 
     def prepare_data(self) -> None:
         """Prepare the data, unless the cache has them. Lightning calls it in one process of each node."""
@@ -161,57 +161,36 @@ class TokenDataModule(BatchDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Open the prepared data. Lightning calls it in every process."""
         for name, tokens in self.prepared.to_train_on.items():
-            which, is_used = f" {name}" * bool(name), self.weights is None or self.weights[name] > 0
+            is_used = self.weights is None or self.weights[name] > 0
             if tokens.num_tokens < self.block_size and self.packing == "stream" and is_used:
                 raise UserError(
-                    f"the text{which} is too short: its training split has {tokens.num_tokens} tokens, but one block "
-                    f"needs data.block_size={self.block_size}; set data.block_size={tokens.num_tokens} or smaller, or "
-                    "give a longer text"
+                    f"the text{f' {name}' * bool(name)} is too short: its training split has {tokens.num_tokens} "
+                    f"tokens, but one block needs data.block_size={self.block_size}; set data.block_size="
+                    f"{tokens.num_tokens} or smaller, or give a longer text"
                 )
-        if self.prepared.notes:
+        if "\n  " in self.prepared.report:  # Some documents were cut or left out.
             rank_zero_info(self.prepared.report)
-        if self.stored_scores is not None:
-            self.stored_scores.check_tokenizer(self.tokenizer_digest)
 
     @cached_property
     def prepared(self) -> PreparedTokens:
         """Return the tokens of all sets; the first use prepares them, or finds them in the cache."""
         tokenizer = None if self.tokenizer_name is None else load_tokenizer(self.tokenizer_name)
+        notes: dict[_Set, Counter[str]] = {}
         if self.encoding is None:
             eos = getattr(tokenizer, "eos_token_id", None)
             sides = {part: part.source.open(part.val_fraction, eos) for part in self.sets}
-            return self._prepared(tokenizer, sides, {})
-        column = self.encoding.text_column
-        records = {part: self._load(part, column) for part in self.sets}
-        for part, found in records.items():
-            if form := self.encoding.form(found.column_names):
-                rank_zero_info(f"data.path{f'.{part.name}' * bool(part.name)}: {form}")
-        splits = {part: split_of(found, column, part.val_fraction) for part, found in records.items()}
-        if tokenizer is None:
-            training = [(records[part], splits[part]) for part in self.sets if part.val_fraction < 1]
-            tokenizer = trained_tokenizer(training, self.encoding, self.max_vocab_size)
-        encoder = self.encoding.encoder(tokenizer, self.block_size)
-        tables = {part: tokenized(records[part], encoder, splits[part], self.prepare_workers) for part in self.sets}
-        size = vocab_size_of(encoder.tokenizer)
-        sides = {part: (Tokens.of(table, False, size), Tokens.of(table, True, size)) for part, table in tables.items()}
-        return self._prepared(encoder.tokenizer, sides, tables)
-
-    def _load(self, part: _Set, column: str | None) -> Dataset:
-        if isinstance(part.source, Dataset):
-            return part.source
-        source = part.source if isinstance(part.source, Records) else Records(part.source)
-        return source.load(column, self.cache_dir)
-
-    def _prepared(
-        self, tokenizer: Any, sides: dict[_Set, tuple[Tokens, Tokens]], tables: dict[_Set, Dataset]
-    ) -> PreparedTokens:
-        lines, all_notes = [], Counter[str]()
-        for (part, (train, held_out)), name in zip(sides.items(), self.source_names, strict=True):
-            notes = notes_of(tables[part]) if part in tables else Counter()
-            all_notes += notes
+        else:
+            tokenizer, tables = self._encoded(tokenizer, self.encoding)
+            size = vocab_size_of(tokenizer)
+            sides = {
+                part: (Tokens.of(table, False, size), Tokens.of(table, True, size)) for part, table in tables.items()
+            }
+            notes = {part: notes_of(table) for part, table in tables.items()}
+        lines = []
+        for part, (train, held_out) in sides.items():
             said = [f"{tokens.num_documents:,} documents, {tokens.num_tokens:,} tokens" for tokens in (train, held_out)]
-            lines.append(f"{name}: {said[0]} to train on; {said[1]} held out")
-            lines += [f"  {note}: {count:,}" for note, count in notes.items()]
+            lines.append(f"{part.path}: {said[0]} to train on; {said[1]} held out")
+            lines += [f"  {note}: {count:,}" for note, count in notes.get(part, {}).items()]
             wanted = [train] * (part.val_fraction < 1) + [held_out] * (part.val_fraction > 0)
             if not all(tokens.num_documents for tokens in wanted):
                 raise UserError(f"{'; '.join(lines)}: one of the two sides is empty, give more documents")
@@ -219,19 +198,33 @@ class TokenDataModule(BatchDataModule):
             tokenizer,
             {part.name: train for part, (train, _) in sides.items() if part.val_fraction < 1},
             {part.name: held_out for part, (_, held_out) in sides.items() if part.val_fraction > 0},
-            all_notes,
             "\n".join(lines),
         )
+
+    def _encoded(
+        self, tokenizer: PreTrainedTokenizerBase | None, encoding: Encoding
+    ) -> tuple[PreTrainedTokenizerBase, dict[_Set, Dataset]]:
+        """Return the tokenizer, trained if there is none, and the tokens of all sets."""
+        column = encoding.text_column
+        records, splits = {}, {}
+        for part in self.sets:
+            source = part.source if isinstance(part.source, Dataset | Records) else Records(part.source)
+            found = source.load(column, self.cache_dir) if isinstance(source, Records) else source
+            if form := encoding.form(found.column_names):
+                rank_zero_info(f"data.path{f'.{part.name}' * bool(part.name)}: {form}")
+            records[part] = found
+            splits[part] = choose_split(contents_of(found, column), part.val_fraction)
+        if tokenizer is None:
+            training = [(records[part], splits[part]) for part in self.sets if part.val_fraction < 1]
+            tokenizer = trained_tokenizer(training, encoding, self.max_vocab_size)
+        encoder = encoding.encoder(tokenizer, self.block_size)
+        tables = {part: tokenized(records[part], encoder, splits[part], self.prepare_workers) for part in self.sets}
+        return encoder.tokenizer, tables
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """Return the tokenizer; None where the data came as tokens, without one."""
         return self.prepared.tokenizer
-
-    @property
-    def tokenizer_digest(self) -> str | None:
-        """Return a hash of everything that decides how text is encoded; None without a tokenizer."""
-        return None if self.tokenizer is None else tokenizer_digest(self.tokenizer)
 
     @property
     def vocab_size(self) -> int:
@@ -258,56 +251,44 @@ class TokenDataModule(BatchDataModule):
         return torch.from_numpy(fitting[0] if held_out.has_answers else max(fitting, key=len))[None]
 
     def train_dataloader(self) -> BatchLoader:
-        parts = {name: self._rows("train", name) for name in self.prepared.to_train_on}
+        parts = {name: self._rows("train", name, tokens) for name, tokens in self.prepared.to_train_on.items()}
         rows = self._masked(MixedRows(parts, self.weights) if len(parts) > 1 else next(iter(parts.values())))
-        loader = self.training_batches(
-            rows, self._contents(len(rows)), collate_fn=collate_of(self.packing, self.pad_token_id)
-        )
-        share = rows.share_of_tokens_in(loader.batch_sampler.permutation(0), self.batch_size)
-        rank_zero_info(f"data.packing={self.packing}: {rows.summary()}; {share:.2%} of all positions hold tokens")
-        for logger in self.trainer.loggers if self.trainer is not None else ():
-            logger.log_metrics({"data/share_of_tokens": share}, step=0)
-        return loader
+        if (share := rows.share_of_tokens) is not None:
+            rank_zero_info(f"data.packing={self.packing}: {rows.contents}; {share:.2%} of all positions hold tokens")
+        return self.training_batches(rows, collate_of(self.packing, self.pad_token_id))
 
     def val_dataloader(self) -> Any:
         """Return a :class:`BatchLoader`; of several sets a dict of them, by name."""
-        rows = {name: self._masked(self._rows("val", name)) for name in self.prepared.held_out}
-        loaders = {name: self.batches_in_order(part) for name, part in rows.items()}
+        rows = {name: self._rows("val", name, tokens) for name, tokens in self.prepared.held_out.items()}
+        loaders = {name: self.batches_in_order(self._masked(part)) for name, part in rows.items()}
         return loaders.get("", loaders)
 
     def rows_in_order(self) -> dict[str, Rows]:
         """Return all rows by set, "train" and "val", or "train/web" and so on of several, without scores."""
-        parts = [("train", name) for name in self.prepared.to_train_on]
-        parts += [("val", name) for name in self.prepared.held_out]
-        return {_set_name(*part): self._plain_rows(*part) for part in parts}
+        sides = {"train": self.prepared.to_train_on, "val": self.prepared.held_out}
+        return {
+            _set_name(side, name): self._plain_rows(tokens)
+            for side, parts in sides.items()
+            for name, tokens in parts.items()
+        }
 
     def batches_in_order(self, rows: Rows) -> BatchLoader:
         """Return a loader of rows in their order."""
         return self.evaluation_batches(rows, collate_of(self.packing, self.pad_token_id))
 
-    def _contents(self, num_rows: int) -> str:
-        """Return how many documents train in how many rows."""
-        if unit := {"pairs": "pair", "padded": "preference", "packed": "preference"}.get(self.packing):
-            return counted(num_rows, unit)
-        parts = self.prepared.to_train_on.items()
-        documents = sum(t.num_documents for name, t in parts if self.weights is None or self.weights[name] > 0)
-        most = "at most " * (self.packing == "none")
-        return f"{counted(documents, 'document')} in {counted(num_rows, 'row')} of {most}{self.block_size} tokens"
-
-    def _rows(self, split: str, name: str) -> Rows:
-        rows = self._plain_rows(split, name)
-        return rows if self.stored_scores is None else self.stored_scores.of(_set_name(split, name), rows)
-
-    def _plain_rows(self, split: str, name: str) -> Rows:
-        tokens = (self.prepared.to_train_on if split == "train" else self.prepared.held_out)[name]
+    def _plain_rows(self, tokens: Tokens) -> Rows:
         return ROWS[self.packing](tokens, self.block_size, self.pad_token_id)
+
+    def _rows(self, side: str, name: str, tokens: Tokens) -> Rows:
+        rows = self._plain_rows(tokens)
+        return rows if self.stored_scores is None else self.stored_scores.of(_set_name(side, name), rows)
 
     def _masked(self, rows: Rows) -> Rows:
         return rows if self.encoding is None else self.encoding.rows(rows, self.tokenizer, self.seed)
 
 
-def _set_name(split: str, name: str) -> str:
-    return f"{split}/{name}" if name else split
+def _set_name(side: str, name: str) -> str:
+    return f"{side}/{name}" if name else side
 
 
 def _named(option: str, source: Sources) -> dict[str, Source]:
@@ -345,12 +326,12 @@ def compose_data(
         options: Those of ``read``, of the encoding, and of the data module; "path" and "val_path" are one path, or
             several by name, each perhaps ``{path: ..., and options of its own}``. Others are refused.
     """
-    others: dict[str, Any] = {}
-    if isinstance(encode, Mapping):
-        check_choice("data.format", format, encode)
-        others = {name: value for part in encode.values() for name, value in signature(part).parameters.items()}
-        encode = encode[str(format)]
-    takes = [{*signature(part).parameters} if part else set() for part in (read, encode, TokenDataModule)]
+    encodings: Mapping[Any, Any] = encode if isinstance(encode, Mapping) else {format: encode}
+    check_choice("data.format", format, encodings)
+    encoding = encodings[format]
+    others = {name: value for part in encodings.values() if part for name, value in signature(part).parameters.items()}
+    takes = [{*signature(part).parameters} if part else set() for part in (read, encoding, TokenDataModule)]
+    takes[0] -= {"path", "cache_dir", "columns"}
     takes[2] -= {"source", "encoding", "val_source"}
     known = set.union(*takes, others, {"path", "val_path"})
     if unknown := [name for name in options if name not in known]:
@@ -359,8 +340,6 @@ def compose_data(
         if (options[name] or None) != (others[name].default or None):  # It would have no effect.
             raise UserError(f"data.{name} is not for data.format={format}")
     of_read, of_encoding, of_module = ({name: options[name] for name in names if name in options} for names in takes)
-    for name in ("path", "cache_dir", "columns"):
-        of_read.pop(name, None)
 
     def source(given: Any) -> Any:
         if isinstance(given, Mapping) and "path" not in given:
@@ -372,5 +351,5 @@ def compose_data(
 
     val_source = None if options.get("val_path") is None else source(options["val_path"])
     return TokenDataModule(
-        source(options.get("path")), encode(**of_encoding) if encode else None, val_source=val_source, **of_module
+        source(options.get("path")), encoding(**of_encoding) if encoding else None, val_source=val_source, **of_module
     )

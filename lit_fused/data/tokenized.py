@@ -7,6 +7,7 @@ the records.
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,22 +19,15 @@ from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lit_fused.atomic import written_whole
-from lit_fused.data.encoding import Encoder, Encoding
-from lit_fused.data.split import Split, choose_split
+from lit_fused.data.encoding import Encoded, Encoder, Encoding
+from lit_fused.data.records import bars_in_a_terminal_alone
+from lit_fused.data.split import Split
 from lit_fused.data.tokenizer import tokenizer_digest, vocab_size_of
 from lit_fused.errors import UserError
 
 SMALL = 2**26  # bytes; starting processes for less takes longer than it saves
 _SAMPLE, _SAMPLE_OF_MORE = 2**25, 2**23  # characters on which a tokenizer is trained, of small data and of others
 _BATCH = 2**22  # bytes that are encoded at once
-
-
-def split_of(records: Dataset, column: str | None, fraction: float) -> Split:
-    """Return which records are held out; ``fraction`` 0 or 1 puts all on one side. UserError if there are none."""
-    contents = contents_of(records, column)
-    if next(contents, None) is None:
-        raise UserError("there are no documents, or only empty ones; give some")
-    return Split(fraction) if fraction in (0, 1) else choose_split(contents_of(records, column), fraction)
 
 
 def trained_tokenizer(
@@ -52,14 +46,13 @@ def trained_tokenizer(
         for content in contents_of(records.select(range(0, len(records), step)), encoding.text_column):
             sample += [c[:longest] if isinstance(c, str) else c for is_out, c in split.sides(content) if not is_out]
     files = parts[0][0].cache_files
+    if not files:
+        return encoding.train(sample, vocab_size)
     key = _digest(sample, vocab_size, type(encoding).__name__, asdict(encoding))
-    folder = Path(files[0]["filename"]).parent / f"tokenizer-{key}" if files else None
-    if folder is None or not folder.exists():
-        tokenizer = encoding.train(sample, vocab_size)
-        if folder is None:
-            return tokenizer
+    folder = Path(files[0]["filename"]).parent / f"tokenizer-{key}"
+    if not folder.exists():
         with written_whole(folder) as partial:
-            tokenizer.save_pretrained(partial)
+            encoding.train(sample, vocab_size).save_pretrained(partial)
     return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
 
 
@@ -79,19 +72,25 @@ def tokenized(records: Dataset, encoder: Encoder[Any], split: Split, workers: in
     files = [file["filename"] for file in records.cache_files]
     options = type(encoder.encoding).__name__, asdict(encoder.encoding), encoder.block_size
     key = files, len(records), options, tokenizer_digest(encoder.tokenizer), asdict(split)
-    return records.map(
-        encode,
-        with_indices=True,
-        batched=True,
-        batch_size=_batch_size(records),
-        input_columns=column,
-        remove_columns=records.column_names,
-        features=encode.features,
-        num_proc=min(workers, len(records)) if workers > 1 else None,
-        # The library would hash the tokenizer with what its last call left in it.
-        new_fingerprint=_digest(*key) if files else None,
-        desc="encoding",
-    )
+    with bars_in_a_terminal_alone():
+        return records.map(
+            encode,
+            with_indices=True,
+            batched=True,
+            batch_size=_batch_size(records),
+            input_columns=column,
+            remove_columns=records.column_names,
+            features=encode.features,
+            num_proc=min(workers, len(records)) if workers > 1 else None,
+            # The library would hash the tokenizer with what its last call left in it.
+            new_fingerprint=_digest(*key) if files else None,
+            desc="encoding",
+        )
+
+
+def notes_of(table: Dataset) -> Counter[str]:
+    """Return how often the encoding gave each note."""
+    return Counter(note for note in table["note"] if note)
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class _Encode:
         return Features(kinds | ({} if self.column else {"wanted": List(Value("uint8"))}))
 
     def __call__(self, batch: Any, indices: list[int]) -> pa.Table:
-        documents = list(zip(indices, _contents(batch, self.column), strict=True))
+        documents = zip(indices, _contents(batch, self.column), strict=True)
         parts = [(index, *part) for index, content in documents if content for part in self.split.sides(content)]
         tokens, lengths, wanted, held_out, notes = [], [], [], [], []
         for (_, is_out, _), one in zip(parts, self._encoded(parts), strict=True):
@@ -118,12 +117,12 @@ class _Encode:
             held_out += [is_out] * len(ends)
             notes += ["; ".join(one.notes) or None, *[None] * (len(ends) - 1)]
             tokens.append(one.tokens)
-            wanted.append(np.ones(len(one.tokens)) if one.wanted is None else one.wanted)
+            wanted.append(one.wanted)
         columns = {"input_ids": _lists(tokens, lengths, self.dtype), "held_out": pa.array(held_out, pa.bool_())}
         columns["note"] = pa.array(notes, pa.string())
         return pa.table(columns if self.column else columns | {"wanted": _lists(wanted, lengths, "uint8")})
 
-    def _encoded(self, parts: list[tuple[int, bool, Any]]) -> list[Any]:
+    def _encoded(self, parts: list[tuple[int, bool, Any]]) -> list[Encoded]:
         try:
             return self.encoder([content for _, _, content in parts])
         except UserError as error:

@@ -1,6 +1,5 @@
 """Read tokens through the page cache as one stream of documents: of an Arrow table, or of an array on the disk."""
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pyarrow.compute
 from datasets import Dataset
 
@@ -15,7 +15,7 @@ from lit_fused.errors import UserError, check_choice, checked_options
 
 Integers = npt.NDArray[np.int64]
 pc: Any = pyarrow.compute  # Its functions are made when it is imported.
-_LISTS, _CHUNK = {"input_ids", "wanted"}, 2**22  # tokens
+_CHUNK = 2**22  # tokens
 
 
 class Tokens:
@@ -30,19 +30,20 @@ class Tokens:
     ``ends``, int64 (D,), is the index in the stream after each document's last token.
     """
 
+    opened_by: Any = None  # a function and its arguments, by which another process opens them
+
     def __init__(
         self,
-        tokens: Sequence[npt.NDArray[Any]],
-        wanted: Sequence[npt.NDArray[Any]] | None,
+        tokens: Sequence[Any],
+        wanted: Sequence[Any] | None,
         starts: Integers,
         lengths: Integers,
         vocab_size: int,
     ) -> None:
         self.lengths, self.ends, self.vocab_size = lengths, np.cumsum(lengths), vocab_size
         self.num_documents, self.num_tokens = len(lengths), int(lengths.sum())
-        self._tokens, self._wanted = tokens, wanted
-        self._chunks = np.cumsum([0, *map(len, tokens)])
-        # Neighbours in the arrays are read at once: where they begin in the stream, and how far that is from there.
+        self._tokens, self._wanted = (None if part is None else pa.chunked_array(part) for part in (tokens, wanted))
+        # Neighbours are read at once: where such a run begins in the stream, and how far that is from there.
         begins = np.append(True, starts[1:] != (starts + lengths)[:-1])[: len(starts)]
         self._runs = (self.ends - lengths)[begins]
         self._shifts = starts[begins] - self._runs
@@ -54,36 +55,16 @@ class Tokens:
         lengths = pc.list_value_length(columns["input_ids"]).to_numpy().astype(np.int64)
         chosen = (columns["held_out"].to_numpy() == held_out) & (lengths > 0)
         starts = np.cumsum(lengths) - lengths
-        lists = _LISTS & {*table.features}
-        flat = {name: [chunk.flatten().to_numpy() for chunk in columns[name].chunks] for name in lists}
-        found = cls(flat["input_ids"], flat.get("wanted"), starts[chosen], lengths[chosen], vocab_size)
+        tokens, wanted = (
+            [chunk.flatten() for chunk in columns[name].chunks] if name in columns.column_names else None
+            for name in ("input_ids", "wanted")
+        )
+        found = cls(tokens or [], wanted, starts[chosen], lengths[chosen], vocab_size)
         found.opened_by = (cls.of, (table, held_out, vocab_size))
         return found
 
-    opened_by: Any = None  # a function and its arguments
-
     def __reduce__(self) -> Any:
         return self.opened_by or super().__reduce__()
-
-    def read(self, start: int, stop: int) -> tuple[Integers, npt.NDArray[np.bool_] | None]:
-        """Copy the tokens [start, stop), int64 (n,), and where loss is wanted, bool (n,); None: everywhere.
-        As with a slice, there may be fewer at the end."""
-        tokens = self._read(self._tokens, start, stop).astype(np.int64)
-        return tokens, None if self._wanted is None else self._read(self._wanted, start, stop).astype(np.bool_)
-
-    def _read(self, arrays: Sequence[npt.NDArray[Any]], start: int, stop: int) -> npt.NDArray[Any]:
-        parts, stop = [], min(stop, self.num_tokens)
-        run = int(np.searchsorted(self._runs, start, side="right")) - 1
-        while start < stop:
-            end = stop if run + 1 == len(self._runs) else min(stop, int(self._runs[run + 1]))
-            first, last = start + int(self._shifts[run]), end + int(self._shifts[run])
-            chunk = int(np.searchsorted(self._chunks, first, side="right")) - 1
-            while first < last:
-                begin = int(self._chunks[chunk])
-                parts.append(arrays[chunk][first - begin : last - begin])
-                first, chunk = begin + len(arrays[chunk]), chunk + 1
-            start, run = end, run + 1
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     @property
     def has_answers(self) -> bool:
@@ -95,15 +76,22 @@ class Tokens:
         """Return the number of tokens of each document on which loss is wanted, (D,)."""
         if self._wanted is None:
             return self.lengths
-        wanted = self._read(self._wanted, 0, self.num_tokens)
-        return np.add.reduceat(wanted, self.ends - self.lengths, dtype=np.int64)
+        return np.add.reduceat(self._read(self._wanted, 0, self.num_tokens), self.ends - self.lengths, dtype=np.int64)
 
+    def read(self, start: int, stop: int) -> tuple[Integers, npt.NDArray[np.bool_] | None]:
+        """Copy the tokens [start, stop), int64 (n,), and where loss is wanted, bool (n,); None: everywhere.
+        As with a slice, there may be fewer at the end."""
+        tokens = self._read(self._tokens, start, stop).astype(np.int64)
+        return tokens, None if self._wanted is None else self._read(self._wanted, start, stop).astype(np.bool_)
 
-def notes_of(table: Dataset) -> Counter[str]:
-    """Return how often the encoding gave each note."""
-    columns: Any = table.with_format("arrow")[:]
-    counts = pc.value_counts(columns["note"]).to_pylist()
-    return Counter({part["values"]: part["counts"] for part in counts if part["values"]})
+    def _read(self, array: Any, start: int, stop: int) -> npt.NDArray[Any]:
+        parts, stop = [np.empty(0, np.uint8)], min(stop, self.num_tokens)
+        run = int(np.searchsorted(self._runs, start, side="right")) - 1
+        while start < stop:
+            end = stop if run + 1 == len(self._runs) else min(stop, int(self._runs[run + 1]))
+            parts.append(array.slice(start + int(self._shifts[run]), end - start).to_numpy())
+            start, run = end, run + 1
+        return np.concatenate(parts)
 
 
 class TokenArrays:
@@ -127,40 +115,37 @@ class TokenArrays:
         check_choice("data.dtype", dtype, ("uint16", "uint32"))
         if dtype == "uint16" and vocab_size > 2**16:  # Halves of tokens would be read as tokens.
             raise UserError(f"data.vocab_size={vocab_size} needs tokens of four bytes; set data.dtype=uint32")
-        self.path = path
-        self.vocab_size, self.dtype, self.eos_token_id = vocab_size, f"<u{int(dtype[4:]) // 8}", eos_token_id
+        self.path, self.vocab_size, self.dtype, self.eos_token_id = path, vocab_size, dtype, eos_token_id
 
     def open(self, val_fraction: float, eos_token_id: int | None = None) -> tuple[Tokens, Tokens]:
         """Return what to train on and what is held out: the last ``val_fraction``, from the nearest end of a document
         on; 0 and 1 put all on one side. UserError for tokens that are not below ``vocab_size``."""
+        file = Path(self.path).expanduser()
+        array = np.load(file, "r") if file.suffix == ".npy" else np.memmap(file, self.dtype, "r")
+        if array.ndim != 1 or array.dtype.kind not in "iu" or len(array) < 2:
+            raise UserError(f"{file} should be one row of tokens; it has shape {array.shape} and type {array.dtype}")
         eos = eos_token_id if self.eos_token_id is None else self.eos_token_id
-        array, ends = self._opened(self.path, eos)
+        ends = self._ends(array, eos)
         kept = len(array) - min(max(1, int(val_fraction * len(array))), len(array) - 1)
         if val_fraction in (0, 1):
             kept = 0 if val_fraction else len(array)
         elif len(ends) > 1:
             kept = int(ends[np.abs(ends[:-1] - kept).argmin()])
-        train = ends[ends <= kept] if kept in ends else np.append(ends[ends < kept], kept)
-        return self._tokens(array, 0, train[train > 0]), self._tokens(array, kept, ends[ends > kept])
+        ends = np.union1d(ends, [kept])[kept == 0 :]  # A document that is cut is two.
+        starts, is_train = np.append(0, ends[:-1]), ends <= kept
+        sides = (Tokens([array], None, starts[s], (ends - starts)[s], self.vocab_size) for s in (is_train, ~is_train))
+        return next(sides), next(sides)
 
-    def _opened(self, path: str | Path, eos: int | None) -> tuple[npt.NDArray[Any], Integers]:
-        """Return an array and the index after each of its documents."""
-        file = Path(path).expanduser()
-        array = np.load(file, "r") if file.suffix == ".npy" else np.memmap(file, self.dtype, "r")
-        if array.ndim != 1 or array.dtype.kind not in "iu" or len(array) < 2:
-            raise UserError(f"{file} should be one row of tokens; it has shape {array.shape} and type {array.dtype}")
-        ends = []
+    def _ends(self, array: npt.NDArray[Any], eos: int | None) -> Integers:
+        """Return the index after each document."""
+        ends = [np.array([len(array)])]
         for start in range(0, len(array), _CHUNK):
             chunk = array[start : start + _CHUNK]
             if chunk.min() < 0 or chunk.max() >= self.vocab_size:
                 raise UserError(
-                    f"{file} has tokens from {chunk.min()} to {chunk.max()}, and data.vocab_size={self.vocab_size}; "
-                    "set it to that of the tokenizer that made them, and data.dtype to their type"
+                    f"{self.path} has tokens from {chunk.min()} to {chunk.max()}, and data.vocab_size="
+                    f"{self.vocab_size}; set it to that of the tokenizer that made them, and data.dtype to their type"
                 )
             if eos is not None:
                 ends.append(np.flatnonzero(chunk == eos) + start + 1)
-        return array, np.union1d(np.concatenate([[0], *ends])[1:], [len(array)]).astype(np.int64)
-
-    def _tokens(self, array: npt.NDArray[Any], start: int, ends: Integers) -> Tokens:
-        starts = np.append(start, ends[:-1])[: len(ends)]
-        return Tokens([array], None, starts, ends - starts, self.vocab_size)
+        return np.unique(np.concatenate(ends))

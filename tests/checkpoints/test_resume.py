@@ -358,14 +358,6 @@ def test_in_the_middle_of_an_epoch_smaller_and_larger_batches_have_the_samples_t
     assert [batch for epoch, batch, _ in again.seen if epoch == 0] == [*range(4 // batch_size, 12 // batch_size)]
 
 
-def test_a_checkpoint_of_another_kind_of_data_goes_on_with_a_warning(interrupted, tmp_path):
-    checkpoint = torch.load(interrupted, weights_only=False)
-    del checkpoint["Shuffled"]
-    torch.save(checkpoint, tmp_path / "other.ckpt")
-    with pytest.warns(UserWarning, match="after 2 batches of epoch 0, but of another kind of data"):
-        fit(tmp_path, Record(), tmp_path / "other.ckpt", max_steps=4)
-
-
 def test_another_batch_size_is_fine_at_the_end_of_an_epoch(tmp_path):
     record = Record(tmp_path)
     fit(tmp_path, record, max_steps=6)

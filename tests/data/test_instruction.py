@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from chat_templates import make_tokenizer
 from tokenizers import processors
-from transformers import ByT5Tokenizer
 
 from lit_fused.data import InstructionEncoding
 from lit_fused.data.instruction_encoding import InstructionEncoder
@@ -44,16 +43,6 @@ def test_prompt_tokens_are_those_of_the_prompt_alone_and_the_rest_is_the_complet
     assert (encoded.tokens == tokenizer.eos_token_id).sum() == 1
 
 
-def test_a_token_across_the_border_is_divided_and_elsewhere_the_tokens_are_those_of_the_whole():
-    tokenizer = make_tokenizer()
-    (whole,) = tokenizer(["the quick"])["input_ids"]
-    assert len(tokenizer("the qu")["input_ids"]) + len(tokenizer("ick")["input_ids"]) > len(whole)  # so there is one
-    divided = encode(tokenizer, pair("the qu", "ick"))
-    assert divided.tokens.tolist() == [*tokenizer("the qu")["input_ids"], *tokenizer("ick")["input_ids"], 1]
-    undivided = encode(tokenizer, pair("the", " quick"))
-    assert undivided.tokens.tolist() == [*whole, 1]
-
-
 def test_a_sentencepiece_tokenizer_puts_no_space_where_there_is_none():
     tokenizer = make_tokenizer(kind="metaspace")
     spaced = encode(tokenizer, pair("How are", " you?"))
@@ -72,13 +61,6 @@ def test_a_tokenizer_that_frames_texts_itself_gives_the_prompt_its_beginning_and
     encoded = encode(tokenizer, pair("How are", " you?"))
     assert tokenizer.decode(encoded.tokens) == "<s>How are you?</s>"
     assert tokenizer.decode(encoded.tokens[encoded.wanted]) == " you?</s>"
-
-
-def test_a_tokenizer_of_bytes_will_do():
-    tokenizer = ByT5Tokenizer()
-    encoded = encode(tokenizer, pair("How are", " you?"))
-    assert tokenizer.decode(encoded.tokens[encoded.wanted]) == " you?</s>"
-    assert tokenizer.decode(encoded.tokens) == "How are you?</s>"
 
 
 def test_alpaca_records_with_and_without_input():
@@ -104,14 +86,6 @@ def test_columns_and_words_of_ones_own():
     assert tokenizer.decode(encoded.tokens[encoded.wanted]) == "well</s>"
 
 
-def test_prompts_and_completions_may_be_messages():
-    user, answer = {"role": "user", "content": "12"}, {"role": "assistant", "content": "fox"}
-    tokenizer = make_tokenizer()
-    encoded = encode(tokenizer, pair([user, answer, user], [answer]), chat_template="chatml")
-    assert tokenizer.decode(encoded.tokens[encoded.wanted]) == "fox<|im_end|>"
-    assert tokenizer.decode(encoded.tokens).count("fox") == 2
-
-
 @pytest.mark.parametrize(
     ("record", "options", "message"),
     [
@@ -120,13 +94,8 @@ def test_prompts_and_completions_may_be_messages():
             {},
             "no completion, no prompt.; their columns are text, id; set data.prompt .*data=chat",
         ),
-        ({"completion": "a"}, {}, "no prompt.; their columns are completion; set"),
-        ({"instruction": "a"}, {}, "no output.; their columns are instruction; set"),
         ({"completion": "a", "q": "b"}, {"prompt": "Q: {question}"}, "no question.; their columns are completion, q"),
         (pair("a", 3), {}, "prompt and completion must be texts, .* got prompt: 'a', completion: '3'"),
-        (pair(["a"], "b"), {}, "prompt and completion must be texts"),
-        (pair(None, "b"), {}, "got prompt: 'None', completion: 'b'"),
-        (pair("a b c d", "e"), {"too_long": "refuse"}, "it has 9 tokens, more than data.block_size=4"),
     ],
 )
 def test_a_record_of_another_form_is_refused_with_its_columns_and_what_maps_them(record, options, message):
@@ -161,11 +130,3 @@ def test_a_tokenizer_without_an_end_is_refused_and_one_without_padding_is_not():
     tokenizer.eos_token = None
     with pytest.raises(UserError, match=r"has no end-of-text token, which ends every completion; give it one"):
         encode(tokenizer, pair("a", "b"))
-
-
-def test_a_tokenizer_can_be_trained_on_the_pairs():
-    records = [pair(f"{i} + 1 = ", f"{i + 1}") for i in range(30)]
-    encoding = InstructionEncoding()
-    encoder = encoding.encoder(encoding.train(records, 270), 64)
-    (encoded,) = encoder(records[:1])
-    assert encoder.tokenizer.decode(encoded.tokens[encoded.wanted]) == "1<|endoftext|>"

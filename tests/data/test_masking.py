@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from commands import TINY_MODEL, train
-from data_modules import hub_data, text_data
+from data_modules import text_data
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_helpers import quiet_trainer
 from tiny_models import tiny_model
@@ -102,17 +102,6 @@ def test_masks_change_from_epoch_to_epoch_and_those_of_validation_and_of_the_sam
     assert torch.equal(together(batches_of(held_out), "labels"), together(batches_of(held_out), "labels"))
 
 
-def test_two_ranks_together_have_the_masked_rows_of_one(tmp_path):
-    data = masked_data(tmp_path)
-    rows = data.train_dataloader()
-    options = {"shuffle": True, "seed": 0, "drop_last": True, "draw": rows.dataset.draw}
-    alone = BatchLoader(rows.dataset, 4, **options)
-    ranks = [BatchLoader(rows.dataset, 2, num_replicas=2, rank=rank, **options) for rank in range(2)]
-    for batch, *parts in zip(alone, *ranks, strict=True):
-        for name in ("input_ids", "labels", "attention_mask"):
-            assert torch.equal(batch[name], torch.cat([part[name] for part in parts]))
-
-
 @pytest.mark.parametrize("packing", ["stream", "none", "documents"])
 def test_labels_are_the_tokens_that_were_there_and_padding_is_neither_seen_nor_predicted(packing, tmp_path):
     data = masked_data(tmp_path, packing=packing)
@@ -189,19 +178,6 @@ def test_a_run_that_is_resumed_within_an_epoch_ends_with_the_weights_of_one_that
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"mask_probability": 0.0}, "data.mask_probability must be between 0 and 1"),
-        ({"mask_probability": 1.5}, "data.mask_probability must be between 0 and 1"),
-        ({"mask_replaced": 0.9, "mask_random": 0.2}, "together at most 1; got 0.9 and 0.2"),
-    ],
-)
-def test_shares_that_are_none_are_refused(options, sentence, tmp_path):
-    with pytest.raises(UserError, match=sentence):
-        masked_data(tmp_path, **options)
-
-
 def test_a_tokenizer_without_a_mask_token_is_refused_with_what_to_do(tmp_path):
     masked_data(tmp_path, mask_probability=None).tokenizer.save_pretrained(tmp_path / "plain")
     data = masked_data(tmp_path, tokenizer=tmp_path / "plain")
@@ -234,11 +210,6 @@ def test_the_command_trains_resumes_validates_and_exports_a_model_that_fills_in_
     )
     assert generated.status == 1
     assert "EuroBertForMaskedLM does not generate text; a masked language model fills in masks" in generated.plain
-
-
-def test_conversations_have_no_masks_and_say_so(tmp_path):
-    with pytest.raises(UserError, match="data.mask_probability is not for data.format=chat"):
-        hub_data(path=tmp_path, format="chat", mask_probability=0.15, whole_words=False)
 
 
 def test_masked_data_for_a_module_that_fills_in_nothing_are_refused(tmp_path):

@@ -10,15 +10,11 @@ import numpy as np
 import pytest
 import torch
 from commands import TINY_MODEL, train
-from composed import composed
 from data_modules import chat_data, pairs_data, ready, text_data, tokens_data
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
+from lightning_helpers import quiet_trainer, tiny_llama
 
 from lit_fused import FusedCausalLMModule, UserError
-from lit_fused.app.commands import MODES
-from lit_fused.app.config import check_config
-from lit_fused.data.loader import BatchOrder
 from lit_fused.data.mixture import shares
 
 SIZES: dict[str, Any] = {"vocab_size": 300, "block_size": 16, "batch_size": 2, "val_fraction": 0.2, "seed": 3}
@@ -82,13 +78,6 @@ def test_whole_numbers_of_rows_are_as_near_to_the_weights_as_can_be_and_none_is_
         assert max(abs(np.array(counts) - 1000 * weights / weights.sum())) <= 5
 
 
-def test_ranks_divide_the_mixed_order_among_them(paths):
-    draw = mixed(paths, weights={"web": 1, "code": 1}).train_dataloader().dataset.draw
-    one = BatchOrder(40, 4, shuffle=True, seed=3, draw=draw, epoch=1)
-    two = [BatchOrder(40, 2, shuffle=True, seed=3, draw=draw, epoch=1, num_replicas=2, rank=rank) for rank in (0, 1)]
-    assert [*one] == [first + second for first, second in zip(*two, strict=True)]
-
-
 def test_each_sets_metrics_are_those_of_the_set_alone_and_the_loss_is_over_all_tokens(paths, tmp_path):
     data = mixed(paths)
     module = FusedCausalLMModule(tiny_llama(vocab_size=data.vocab_size))
@@ -106,13 +95,6 @@ def test_each_sets_metrics_are_those_of_the_set_alone_and_the_loss_is_over_all_t
     assert not any("dataloader_idx" in name for name in together)
     trainer.test(module, data, verbose=False)
     assert trainer.callback_metrics["test/loss/code"] == together["val/loss/code"]
-
-
-def test_loaders_of_a_dict_of_ones_own_give_their_metrics_its_names(tmp_path):
-    held_out = {"a.b/c": loader(ragged_batches(2)), "d": loader(ragged_batches(3, seed=1))}
-    trainer = quiet_trainer(tmp_path, max_steps=1)
-    trainer.fit(FusedCausalLMModule(tiny_llama()), loader(ragged_batches(1)), held_out)
-    assert {"val/loss", "val/loss/a.b/c", "val/loss/d"} <= trainer.callback_metrics.keys()
 
 
 @pytest.mark.slow
@@ -212,22 +194,13 @@ WEIGHTS = r"data.weights must be numbers of 0 or more, one above 0, for the sets
     ("options", "sentence"),
     [
         ({"path": NAMED, "weights": {"web": -1, "code": 2}}, WEIGHTS),
-        ({"path": NAMED, "weights": {"web": 0, "code": 0.0}}, WEIGHTS),
         ({"path": NAMED, "weights": {"web": 1, "cod": 1}}, WEIGHTS),
-        ({"path": NAMED, "weights": {"web": 1}}, WEIGHTS),
-        ({"path": "a.txt", "weights": {"web": 1}}, "data.weights must be numbers"),
         ({"path": {"a/b": "a.txt"}}, "data.path names a set 'a/b'"),
-        ({"path": "a.txt", "val_path": {"a.b": "a.txt"}}, "data.val_path names a set 'a.b'"),
     ],
 )
 def test_sets_and_weights_that_do_not_fit_are_one_sentence_before_anything_is_read(options, sentence):
     with pytest.raises(UserError, match=sentence):
         text_data(**options)
-
-
-def test_the_configuration_takes_one_path_or_several():
-    check_config(composed("data=text", "data.path={web: a.txt, code: b.txt}", "data.weights={web: 1, code: 2}"), MODES)
-    check_config(composed("data=chat", "data.path=a.jsonl", "data.val_path={x: b.jsonl}"), MODES)
 
 
 @pytest.mark.slow

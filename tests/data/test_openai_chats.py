@@ -1,7 +1,6 @@
 """OpenAI's chats: lists of parts, empty contents, tool calls and tools reach the text, or the chat is left out."""
 
 import json
-from typing import Any
 
 import pytest
 from chat_templates import CHATML_UNMARKED, make_tokenizer
@@ -75,13 +74,6 @@ def test_a_call_is_learned_as_the_template_writes_it_whatever_stands_for_no_cont
     assert "None" not in text
 
 
-@pytest.mark.parametrize("arguments", ['{"city": "Oslo", "days": 2}', {"city": "Oslo", "days": 2}])
-def test_arguments_as_json_and_as_a_mapping_are_one_call(arguments):
-    call = {**CALL, "function": {"name": "weather", "arguments": arguments}}
-    for template in (CHATML, HERMES, LLAMA31):
-        assert encoded(template, conversation(tool_calls=[call])) == encoded(template, conversation())
-
-
 def test_the_older_function_call_is_a_tool_call():
     asked = {"role": "assistant", "content": None, "function_call": CALL["function"]}
     result = {"role": "function", "name": "weather", "content": RESULT["content"]}
@@ -128,18 +120,3 @@ def test_tools_calls_and_answers_of_tools_are_written_by_chatml_behind_the_syste
     _, learned = encoded(CHATML, conversation(tool_calls=two), tools=TOOLS)
     news = '<tool_call>\n{"name": "news", "arguments": {}}\n</tool_call>'
     assert learned == f"{call}\n{news}<|im_end|>dry<|im_end|>"
-
-
-def test_two_calls_at_once_are_left_out_in_the_templates_words_or_learned():
-    calls = [CALL, {**CALL, "id": "c2", "function": {"name": "news", "arguments": "{}"}}]
-    assert "only supports single tool-calls" in encoded(LLAMA31, conversation(tool_calls=calls))[1]
-    assert '{"name": "news", "arguments": {}}' in encoded(HERMES, conversation(tool_calls=calls))[1]
-
-
-def test_what_transformers_makes_of_the_conversation_is_learned():
-    tokenizer = make_tokenizer(HERMES)
-    mapped = {**CALL, "function": {"name": "weather", "arguments": {"city": "Oslo", "days": 2}}}
-    options: Any = {"tools": TOOLS, "return_dict": True}
-    theirs: Any = tokenizer.apply_chat_template(conversation(tool_calls=[mapped]), **options)
-    (ours,) = ChatEncoder(tokenizer, 1000, ChatEncoding())([{"messages": conversation(), "tools": TOOLS}])
-    assert ours.tokens.tolist() == theirs["input_ids"]

@@ -9,7 +9,6 @@ from pretrained_folders import word_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from lit_fused import UserError
 from lit_fused.data import (
     ChatEncoding,
     InstructionEncoding,
@@ -59,12 +58,6 @@ def test_a_prompt_and_its_completion_have_one_of_each(begin, end, tokenizer):
     record = {"prompt": f"{begin}[INST] the fox[/INST]", "completion": f" brown{end}"}
     first = BOS if begin or adds_bos(tokenizer) else ""
     expected = f"{first}[INST] the fox[/INST] brown{EOS}", f" brown{EOS}"
-    assert text_of(InstructionEncoding(), record, tokenizer) == expected
-
-
-def test_earlier_turns_of_a_prompt_keep_their_end_tokens(tokenizer):
-    record = {"prompt": f"{BOS}[INST] a[/INST] b{EOS}[INST] c[/INST] d{EOS}", "completion": f" e{EOS}"}
-    expected = f"{BOS}[INST] a[/INST] b{EOS}[INST] c[/INST] d{EOS} e{EOS}", f" e{EOS}"
     assert text_of(InstructionEncoding(), record, tokenizer) == expected
 
 
@@ -123,13 +116,3 @@ def test_a_tokenizer_of_whole_words_that_finds_special_tokens_in_a_text_adds_no_
         pair = {"source": text, "target": text}
         both = " ".join(["<bos> w3 w4 <eos>"] * 2), "<bos> w3 w4 <eos>"
         assert text_of(PairEncoding(), pair, tokenizer) == both
-
-
-@pytest.mark.parametrize(
-    "template", ["{% for i in range(999999999) %}a{% endfor %}", "{{ raise_exception('no users') }}", "{{ a.b.c }}"]
-)
-def test_a_chat_template_that_refuses_a_prompt_is_one_sentence(template, tokenizer):
-    tokenizer.chat_template = template
-    with pytest.raises(UserError, match="the tokenizer's chat template refuses the prompt") as error:
-        encode_prompt("the fox", tokenizer, chat=True)
-    assert "\n" not in str(error.value)

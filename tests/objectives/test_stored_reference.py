@@ -137,7 +137,3 @@ def test_a_file_and_a_reference_that_do_not_fit_are_refused(tmp_path):
     for options, scores, message in fits:
         trainer, data = quiet_trainer(tmp_path, max_steps=1), data_of(tmp_path, scores=scores)
         assert message in refusal(lambda: trainer.fit(module_of(**options), data))  # noqa: B023
-    rows: Any = [{"input_ids": torch.arange(4), "labels": torch.arange(4)}]
-    assert "are a reference's for module=preference, and these data need a teacher's" in refusal(
-        lambda: StoredScores(path).of("train", rows)
-    )

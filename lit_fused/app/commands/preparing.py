@@ -12,4 +12,4 @@ def prepare(cfg: DictConfig) -> None:
     data = instantiate(cfg.data)
     if not isinstance(data, TokenDataModule):
         raise UserError(f"mode=prepare needs data that become tokens, and {type(data).__name__} is not of that kind")
-    print(data.prepare(show=True))
+    print(data.prepared.report)
