@@ -10,8 +10,7 @@ from lit_fused import on_first_use
 if TYPE_CHECKING:
     from lit_fused.app.commands.recommending import RecommendOptions
     from lit_fused.app.commands.scoring import ScoreOptions
-    from lit_fused.app.launching import OwnGpus
-    from lit_fused.app.reporting.sweep_report import SweepReport
+    from lit_fused.app.launching import OwnGpus, SweepReport
     from lit_fused.models.generation import GenerateOptions
 
 __getattr__ = on_first_use(__name__)[1]

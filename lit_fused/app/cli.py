@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 
 from lit_fused.app.commands import run
 from lit_fused.app.overrides import with_run
@@ -18,6 +19,8 @@ from lit_fused.errors import UserError
 
 _PACKAGED = "pkg://lit_fused.conf"
 _ANSWERED = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
+_OWN = "A file of your own is FOLDER/experiment/NAME.yaml, begins with the line # @package _global_, and is chosen by "
+_OWN += "--config-dir FOLDER experiment=NAME: docs/own_configuration.md"
 _VERSIONS = ("lit-fused", "torch", "lightning", "transformers")
 
 
@@ -41,6 +44,11 @@ def main(conf: str = _PACKAGED) -> None:
     except KeyboardInterrupt:  # Within a job ``run`` has caught it. It ends here where others do the jobs.
         print("\nStopped by Ctrl-C", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
+    except SystemExit as ended:
+        has_own = any(word.lstrip("+").startswith(("experiment=", "--config")) for word in sys.argv)
+        if ended.code and has_own and not HydraConfig.initialized():  # Nothing was composed.
+            print(_OWN, file=sys.stderr)
+        raise
 
 
 def _meant(word: str, conf: Path) -> str:

@@ -1,4 +1,4 @@
-"""A Hydra callback that gives every job of a sweep on one machine GPUs of its own (``hydra/launcher=parallel``)."""
+"""Hydra callbacks of sweeps: one shows the report, and one gives the jobs that run side by side GPUs of their own."""
 
 import atexit
 import os
@@ -10,16 +10,45 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from lit_fused.app.ranks import end_with_parent
+from lit_fused.app.reporting.page import write_report
 
+_PAUSE = 20  # times as long as a report takes
 _held: list[FileLock] = []  # of this worker, as long as it lives: CUDA's devices cannot be changed once it has started
 
 
+class SweepReport(Callback):
+    """Writes the report into a sweep's folder while its jobs run, and shows it at the end. A run that goes on in its
+    folder of a sweep renews it."""
+
+    _next = 0.0  # the earliest time of the next report; of the class, because each parallel job has a copy of this
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        # Hydra calls on_multirun_end neither after a job that failed nor after Ctrl-C.
+        atexit.register(_show, Path(config.hydra.runtime.cwd, config.hydra.sweep.dir))
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        start, hydra = time.monotonic(), config.hydra
+        if hydra.mode == RunMode.MULTIRUN and start >= SweepReport._next:
+            write_report(Path(hydra.runtime.cwd, hydra.sweep.dir))
+            SweepReport._next = start + _PAUSE * (time.monotonic() - start)
+        elif hydra.mode == RunMode.RUN and Path(hydra.runtime.output_dir, "../multirun.yaml").is_file():
+            write_report(Path(hydra.runtime.output_dir).parent)
+
+
+def _show(sweep: Path) -> None:
+    with suppress(KeyboardInterrupt):  # Another Ctrl-C: files that are not written stay as they were.
+        if text := write_report(sweep):
+            print(f"\n{text}\n\nreport  {sweep / 'report.html'}", flush=True)
+
+
 class OwnGpus(Callback):
-    """Lock ``trainer.devices`` of the visible GPUs for the jobs of this process; do nothing without GPUs."""
+    """Locks ``trainer.devices`` of the visible GPUs for the jobs of this process (``hydra/launcher=parallel``)."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         self._launcher, self._locks = os.getpid(), Path(tempfile.mkdtemp(prefix="lit-fused-gpus-"))  # Workers get both.
@@ -63,8 +92,8 @@ def _visible_gpus(config: DictConfig) -> list[str]:
     if config.trainer.accelerator == "cpu":
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [name.strip() for name in visible.split(",") if name.strip()]
-    import torch  # here, so that a wrong sweep is refused before torch is imported
+    if visible is None:
+        import torch  # here, so that a wrong sweep is refused before torch is imported
 
-    return [str(index) for index in range(torch.cuda.device_count())]  # this does not start CUDA
+        return [str(index) for index in range(torch.cuda.device_count())]  # this does not start CUDA
+    return [name.strip() for name in visible.split(",") if name.strip()]

@@ -1,7 +1,5 @@
 """Log the configuration of a run to its loggers, and finish them."""
 
-import logging
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,16 +23,3 @@ def recording(loggers: Sequence[Logger], config: Mapping[str, Any]) -> Iterator[
             import wandb
 
             wandb.finish(exit_code)  # does nothing on the other ranks, which have no run
-
-
-@contextmanager
-def quiet_lightning() -> Iterator[None]:
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="lightning")
-        try:
-            yield
-        finally:
-            logger.setLevel(level)

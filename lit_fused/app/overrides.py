@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
 from lit_fused.app.run_folder import RUN_FILE, read_run_file
@@ -88,9 +89,15 @@ def overrides_of(run: Path, typed: Sequence[str] = ()) -> list[str]:
 def configuration_of(run: Path, typed: Sequence[str] = (), config_dir: str | None = None) -> Iterator[DictConfig]:
     """Yield the configuration of a run, with further overrides, over the installed ``conf/``."""
     own = [] if config_dir is None else [f"hydra.searchpath=[file://{Path(config_dir).absolute()}]"]
-    with initialize_config_module("lit_fused.conf", version_base="1.3"):
-        flags = [] if config_dir is None else ["--config-dir"]
-        yield compose("train", [*overrides_of(run, [*flags, *typed]), *typed, *own])
+    flags = [] if config_dir is None else ["--config-dir"]
+    words = [*overrides_of(run, [*flags, *typed]), *typed, *own]
+    program = GlobalHydra.instance().hydra  # of a program that loads a run and uses Hydra itself
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_module("lit_fused.conf", version_base="1.3"):
+            yield compose("train", words)
+    finally:
+        GlobalHydra.instance().hydra = program
 
 
 def run_of(checkpoint: str | Path) -> Path | None:

@@ -8,7 +8,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from transformers import AutoModelForMaskedLM, PreTrainedTokenizerBase
 
-from lit_fused.app.overrides import configuration_of, run_of
+from lit_fused.app.overrides import checkpoint_of, configuration_of, run_of
 from lit_fused.app.run_folder import RUN_FILE
 from lit_fused.atomic import checkpoints_in, whole_checkpoint
 from lit_fused.data.tokenizer import load_tokenizer
@@ -42,8 +42,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, config_dir: str | N
     """
     path = Path(path).expanduser().absolute()
     if (path / RUN_FILE).is_file():
-        found = checkpoints_in(path / "checkpoints")  # Copies are written in any order: the last step counts.
-        path = max(found, key=lambda checkpoint: read_rest(checkpoint)["global_step"], default=path / "exported")
+        path = checkpoint_of(str(path)) if checkpoints_in(path / "checkpoints") else path / "exported"
     if (path / "config.json").is_file():
         model = from_pretrained(path)
         is_masked = auto_class(model.config) is AutoModelForMaskedLM

@@ -7,7 +7,6 @@ import csv
 import json
 import os
 import shutil
-import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +17,7 @@ from lit_fused.errors import UserError, resuming
 
 RUN_FILE = "run.json"
 _RESULTS = ("checkpoints", "metrics.csv", "summary.json", "exported")
-_OF_THE_BEGINNING = {RUN_FILE, "error.txt", "train.log"}
+_OF_THE_BEGINNING = {RUN_FILE, "error.txt", "train.log", "metrics.csv"}
 
 
 def claim(folder: Path, content: Mapping[str, Any], ckpt_path: str | None) -> None:
@@ -31,9 +30,8 @@ def claim(folder: Path, content: Mapping[str, Any], ckpt_path: str | None) -> No
     Raises UserError if the folder has another run.
     """
     goes_on = ckpt_path is not None and Path(ckpt_path).resolve().is_relative_to(folder.resolve())
-    if _is_in_use(read_run_file(folder)):
-        raise UserError(f"{folder} is in use by another run; wait, or choose another folder with hydra.run.dir=FOLDER")
-    if not goes_on and any((folder / name).exists() for name in _RESULTS):
+    has_failed = (folder / "error.txt").is_file()  # Without results, another run may take its place.
+    if not goes_on and any((folder / name).exists() for name in (*_RESULTS, *[RUN_FILE] * (not has_failed))):
         newest = newest_in(folder / "checkpoints")
         resume = f"resume it with {resuming(newest)}, or " if newest else ""
         raise UserError(f"{folder} has a run already; {resume}choose another folder with hydra.run.dir=FOLDER")
@@ -43,26 +41,14 @@ def claim(folder: Path, content: Mapping[str, Any], ckpt_path: str | None) -> No
     (folder / "error.txt").unlink(missing_ok=True)
     if goes_on and (folder / "metrics.csv").is_file():  # Lightning's logger would delete it.
         os.replace(folder / "metrics.csv", folder / f"metrics.{len(_parts(folder))}.csv")
-    content = {**content, "process": [os.getpid(), socket.gethostname()]}
     write_whole(folder / RUN_FILE, (json.dumps(content, indent=1, default=str) + "\n").encode())
 
 
-def _is_in_use(saved: Mapping[str, Any]) -> bool:
-    """Return whether another process of this machine has written ``run.json`` and lives."""
-    number, host = saved.get("process") or (os.getpid(), "")
-    if number == os.getpid() or host != socket.gethostname():
-        return False
-    try:
-        os.kill(int(number), 0)
-    except OSError as error:
-        return isinstance(error, PermissionError)
-    return True
-
-
 def leave_nothing(folder: Path, *, claimed: bool) -> None:
-    """Remove the folder of a run that was refused, or of a mode that writes nothing."""
+    """Remove the folder of a run that was refused before its first step, or of a mode that writes nothing."""
     with suppress(OSError):
-        if {path.name for path in folder.iterdir()} <= (_OF_THE_BEGINNING if claimed else set()):
+        has_losses = any("/loss" in name and value for row in metric_rows(folder) for name, value in row.items())
+        if not has_losses and {path.name for path in folder.iterdir()} <= (_OF_THE_BEGINNING if claimed else set()):
             shutil.rmtree(folder)
             if folder.absolute().parent != Path.cwd():
                 folder.parent.rmdir()  # of the day, if this was its only run

@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +85,11 @@ def newest_checkpoint(trainer: L.Trainer) -> str:
 
 
 class ResumeHint(L.Callback):
-    """Prints, after Ctrl-C or an error in training, how to resume: ``command`` with this run's overrides. Where a
-    resume itself fails it prints nothing: the same command would fail again."""
+    """Prints, after Ctrl-C or an error in training, how to resume: ``command``, with this run's overrides unless they
+    lie beside the checkpoint. Where a resume itself fails it prints nothing: the same command would fail again."""
 
     def __init__(self, overrides: Sequence[str] = (), command: Sequence[str] = ("python", "train.py")) -> None:
         self.command = list(command)
-        self.enough_in: Path | None = None  # the folder of checkpoints whose configuration lies beside it, if it does
         self.overrides = [override for override in overrides if not override.startswith("ckpt_path=")]
         self._has_run = False  # A batch or a validation of this fit has ended.
 
@@ -108,9 +106,9 @@ class ResumeHint(L.Callback):
             return
         if trainer.ckpt_path and not self._has_run and isinstance(exception, Exception):  # no signal
             return
-        last, words = newest_checkpoint(trainer), [*self.command, *self.overrides]
-        if Path(last).absolute().parent == self.enough_in:
-            words = list(takewhile(lambda word: not word.startswith("--"), self.command))
+        last = newest_checkpoint(trainer)
+        is_enough = Path(last).absolute().parent.with_name("run.json").is_file()  # It has the overrides.
+        words = [*self.command, *([] if is_enough else self.overrides)]
         resume = f". Resume with:\n  {shlex.join(words)} {resuming(last)}"
         otherwise = "; no checkpoint was written yet, so start again."
         hint = f"Stopped at step {trainer.global_step}{resume if last else otherwise}"

@@ -7,6 +7,7 @@ The model is built from the run's overrides, which lie beside its checkpoints, w
 """
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ def export(
     for a recommender the map of its items (RUN/items.parquet).
     ``overrides`` come after the run's own; ``config_dir`` is a folder of your own that the run was started with.
     """
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # It names the kernels that are not installed.
     # Here, because a signal while torch is loaded should end in a word, and --help does not need torch.
     import transformers
 

@@ -143,6 +143,8 @@ def difference(packed: Tensor, alone: Tensor, model: nn.Module, with_noise: Tens
     kind = packed.device.type
     autocast = torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if autocast else next(model.parameters()).dtype
+    if getattr(model, "is_loaded_in_4bit", False):  # Its layers compute in bfloat16, whatever its parameters are.
+        dtype = torch.bfloat16
     error = rounding(dtype, packed.device)
     for seen in (packed,) if with_noise is None or not with_noise.isfinite().all() else (packed, with_noise):
         second, other, again = seen[:3, _SHORT:].float()

@@ -8,21 +8,12 @@ from typing import Any
 import pytest
 import torch
 from commands import SYNTHETIC, TINY_MODEL, train
-from composed import CONF, composed
+from composed import composed
 from hydra.utils import instantiate
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 
-from lit_fused.app.commands import MODES
-from lit_fused.app.config import check_config, leave_mps
+from lit_fused.app.config import leave_mps
 from lit_fused.errors import UserError
-
-GROUPS = ("optimizer", "scheduler", "debug", "trainer")
-CHOICES = [f"{group}={file.stem}" for group in GROUPS for file in (CONF / group).glob("*.yaml")]
-
-
-@pytest.mark.parametrize("choice", CHOICES)
-def test_each_choice_fits(choice):
-    check_config(composed(choice), MODES)
 
 
 def rates(*overrides: str, steps: int = 20) -> list[float]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from commands import SYNTHETIC, TINY_MODEL, text_folder, train
-from composed import composed
+from composed import CONF, composed
+from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
@@ -64,6 +65,13 @@ def test_a_group_chosen_anew_drops_what_was_set_below_it(tmp_path):
     inner = configuration(tmp_path, "model@model.model=llama")["model"]
     assert inner["model"]["config"]["_target_"] == "transformers.LlamaConfig"
     assert "peft_config" in inner
+
+
+def test_a_program_that_uses_hydra_itself_composes_the_configuration_of_a_run_and_goes_on(tmp_path):
+    saved(tmp_path, ["seed=5"])
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        assert configuration(tmp_path)["seed"] == 5
+        assert compose("train", ["seed=6"])["seed"] == 6
 
 
 def test_a_checkpoint_is_named_by_its_file_its_runs_folder_or_last(tmp_path, monkeypatch):

@@ -13,8 +13,7 @@ from commands import export, train
 from composed import composed
 from omegaconf import OmegaConf
 
-from lit_fused.app.fine_tuning import default_epochs
-from lit_fused.app.run_length import open_values
+from lit_fused.app.defaults import default_epochs, open_values
 
 NAMES = ("userId", "itemId", "when", "stars")
 COLUMNS = (

@@ -1,9 +1,6 @@
 """The report of a sweep or a run: what its tables, picture and page say, also when runs fail or leave damaged files."""
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +8,7 @@ from typing import Any
 
 import pytest
 import tools_here
+from commands import SYNTHETIC, TINY_MODEL, train
 from composed import composed
 from hydra.core.utils import JobReturn
 from hydra.types import RunMode
@@ -19,9 +17,9 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 from sweep_runs import METRICS, write_run
 
-from lit_fused.app.reporting import sweep_report
+from lit_fused.app import launching
 from lit_fused.app.reporting.page import write_report, write_run_page
-from lit_fused.app.reporting.runs import read_run, read_runs
+from lit_fused.app.reporting.runs import read_run
 
 HOSTILE = "</script><b id=hostile>&\"'"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
@@ -43,7 +41,7 @@ def sweep(tmp_path: Path) -> Path:
             summary = json.loads((folder / "summary.json").read_text()) | {
                 "samples": {"after training": f" Once {HOSTILE}"}
             }
-            summary |= {"loss": "torch_compile"} if loss == "cce" else {}
+            summary |= {"ran_as": "torch_compile"} if loss == "cce" else {}
             (folder / "summary.json").write_text(json.dumps(summary))
     (tmp_path / "0" / "error.txt").write_text("OutOfMemoryError: tried to allocate 9.27 GiB\n")
     return tmp_path
@@ -74,23 +72,20 @@ def test_the_table_is_rounded_and_aligned_and_tells_nan_from_what_was_not_measur
     (tmp_path / "logs").mkdir()
     assert write_report(tmp_path) == (
         "| run | loss  | val loss | val perplexity | tokens/s | peak memory (GiB) | status    |\n"
-        "| --: | ----- | -------: | -------------: | -------: | ----------------: | --------- |\n"
-        "|   0 | cce   |   6.1235 |       1,456.79 |    2,100 |             1.250 | completed |\n"
-        "|   9 | model |   7.0000 |              – |        – |                 – | completed |\n"  # noqa: RUF001
-        "|  10 | a\\|b  |      nan |              – |        – |                 – | completed |\n"  # noqa: RUF001
+        "| --- | ----- | -------- | -------------- | -------- | ----------------- | --------- |\n"
+        "| 0   | cce   | 6.1235   | 1,456.79       | 2,100    | 1.250             | completed |\n"
+        "| 9   | model | 7.0000   | –              | –        | –                 | completed |\n"  # noqa: RUF001
+        "| 10  | a\\|b  | nan      | –              | –        | –                 | completed |\n"  # noqa: RUF001
     )
 
 
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("summary.json", b"[1]"),
-        ("summary.json", b'{"status": "compl'),
         ("summary.json", b'{"status": "completed", "overrides": {}, "metrics": []}'),
         ("summary.json", b'{"status": 1, "metrics": {"val/loss": "x"}, "samples": {"a": 1}}'),
         ("summary.json", b"\xff\xfe"),
         ("error.txt", b"\xff\xfe"),
-        ("metrics.csv", b"epoch,train/loss\n0,1.0\n"),
         ("metrics.csv", b"step,train/loss\n1,x,y\nz,2.0\n\xff,1"),
         ("metrics.csv", b"step,train/loss\n0,9.0\n0,20"),
         ("run.json", b"[1"),
@@ -113,12 +108,6 @@ def test_runs_without_any_measurement_still_make_a_report_and_no_run_none(tmp_pa
     write_run(tmp_path, "a/c", [], None, curve=())
     assert [row[0] for row in cells(write_report(tmp_path))[2:]] == ["a/b", "a/c"]
     assert Image.open(tmp_path / "report.png").width > 500
-
-
-def test_a_sweep_over_seeds_alone_and_a_run_without_a_loss_make_a_report(tmp_path: Path) -> None:
-    for seed in (1, 2):
-        write_run(tmp_path, seed, [f"seed={seed}"])
-    assert cells(write_report(tmp_path))[2][-1] == "2 of 2"
 
 
 def test_curves_have_whole_rows_only(tmp_path: Path) -> None:
@@ -167,17 +156,18 @@ def opened(browser: Browser, path: Path, **options: Any) -> tuple[Page, list[str
 def test_the_page_shows_every_run_loads_nothing_and_fits_a_phone(browser: Browser, sweep: Path) -> None:
     write_report(sweep)
     page, wrong = opened(browser, sweep / "report.html", viewport={"width": 390, "height": 800})
-    assert page.title() == f"Sweep {sweep.name}"
+    assert page.title() == f"Sweep {sweep.parent.name}/{sweep.name}"
     text = page.inner_text("body")
-    shown = ("6 runs over loss, seed, 2 not completed", "tried to allocate 9.27 GiB", "6.1500 ± 0.0707", "loss.impl")
-    for words in (*shown, "memory against speed", "peak memory per phase (GiB)", "train/loss", "val/loss", HOSTILE):
+    for words in ("6 runs over loss, seed, 2 not completed", "tried to allocate 9.27 GiB", "6.1500 ± 0.0707", HOSTILE):
         assert words in text, words
+    panels = str(page.locator("img").get_attribute("alt"))
+    assert panels == "memory against speed, peak memory per phase (GiB), train/loss, val/loss"
+    assert page.evaluate("document.querySelector('img').naturalWidth") > 1000
     assert page.query_selector("#hostile") is None
-    assert "trainer.max_steps" not in text, "what is the same in all runs is folded"
-    page.click("text=the same in all runs")
-    assert "trainer.max_steps" in page.inner_text("body")
-    page.locator("details").first.click()
-    assert page.locator("pre").first.inner_text().strip() == f"Once {HOSTILE}"
+    assert "max_steps: 30" not in text, "a run's samples and configuration are folded"
+    page.locator("details").last.click()
+    assert f"Once {HOSTILE}" in page.inner_text("body")
+    assert "max_steps: 30" in page.inner_text("body")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     assert wrong == []
 
@@ -187,7 +177,7 @@ def test_one_run_has_the_same_page(browser: Browser, tmp_path: Path) -> None:
     write_run(tmp_path, "2026-11-28/10-20-30", ["loss=cce"])
     write_run_page(tmp_path / "2026-11-28" / "10-20-30")
     page, wrong = opened(browser, tmp_path / "2026-11-28" / "10-20-30" / "report.html", color_scheme="dark")
-    assert page.inner_text("h1") == "Run of 2026-11-28 10-20-30"
+    assert page.inner_text("h1") == "Run 2026-11-28/10-20-30"
     assert "loss=cce" in page.inner_text("body")
     assert wrong == []
 
@@ -199,109 +189,27 @@ def test_reports_during_a_sweep_take_a_small_part_of_its_time(tmp_path: Path, mo
         written.append(now[0])
         now[0] += 3.0
 
-    monkeypatch.setattr(sweep_report.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(sweep_report, "write_report", write)
-    monkeypatch.setattr(sweep_report.SweepReport, "_next", 0.0)
+    monkeypatch.setattr(launching.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(launching, "write_report", write)
+    monkeypatch.setattr(launching.SweepReport, "_next", 0.0)
     runtime = {"cwd": str(tmp_path), "output_dir": "0"}
     config = OmegaConf.create({"hydra": {"mode": RunMode.MULTIRUN, "runtime": runtime, "sweep": {"dir": "sweep"}}})
     for _ in range(100):  # jobs of a second
         now[0] += 1
-        sweep_report.SweepReport().on_job_end(config, JobReturn())
+        launching.SweepReport().on_job_end(config, JobReturn())
     assert written == [1.0, 61.0]
 
 
-SCRIPT = """
-import json, os
-from pathlib import Path
-
-import hydra
-from hydra.core.hydra_config import HydraConfig
-
-
-@hydra.main(version_base=None, config_path=".", config_name="config")
-def main(cfg):
-    out = Path(HydraConfig.get().runtime.output_dir)
-    (out / "run.json").write_text(json.dumps({"overrides": list(HydraConfig.get().overrides.task)}))
-    (out / "metrics.csv").write_text(f"epoch,step,train/loss\\n0,0,9.0\\n0,10,{cfg.seed}.5\\n")
-    if cfg.loss == cfg.broken:
-        raise RuntimeError("out of memory, on purpose")
-    if cfg.loss == "interrupted":
-        raise KeyboardInterrupt
-    metrics = {"val/loss": cfg.seed + 0.125, "memory/peak_allocated_gib": 2.5}
-    summary = {"status": "completed", "metrics": metrics}
-    (out / "summary.json").write_text(json.dumps(summary))
-
-
-main()
-"""
-
-CONFIG = """
-loss: standard
-seed: 1
-broken: none
-hydra:
-  callbacks:
-    sweep_report: {_target_: lit_fused.app.SweepReport}
-"""
-
-
-def run_script(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    (folder / "script.py").write_text(SCRIPT)
-    (folder / "config.yaml").write_text(CONFIG)
-    return subprocess.run(
-        [sys.executable, "script.py", *arguments],
-        cwd=folder,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-SWEEP = ("-m", "loss=standard,cce", "seed=1,2", "hydra.sweep.dir=sweep")
-
-
-def of_runs(folder: Path) -> list[tuple[str, str, str | None, str]]:
-    return [
-        (
-            run.name,
-            run.overrides["loss"],
-            f"{value:.3f}" if (value := run.metrics.get("val/loss")) else None,
-            run.status,
-        )
-        for run in read_runs(folder)
-    ]
-
-
-def test_a_hydra_sweep_ends_with_its_report_in_folders_of_any_name(tmp_path: Path) -> None:
-    result = run_script(tmp_path, *SWEEP, "hydra.sweep.subdir=${loss}/seed-${seed}", "hydra.job.chdir=true")
-    assert result.returncode == 0, result.stderr
-    assert "Warning" not in result.stderr
-    found = {f"{loss}/seed-{seed}": (loss, f"{seed}.125") for loss in ("cce", "standard") for seed in (1, 2)}
-    assert of_runs(tmp_path / "sweep") == [(name, *values, "completed") for name, values in found.items()]
-    assert result.stdout.count(write_report(tmp_path / "sweep")) == 1
-    assert str(tmp_path / "sweep" / "report.html") in result.stdout
-    assert "report.png" in {path.name for path in (tmp_path / "sweep").iterdir()}
-
-
-@pytest.mark.slow
-def test_a_sweep_with_a_failed_job_ends_with_its_report_and_the_failure_and_a_run_that_goes_on_renews_it(
-    tmp_path: Path,
-) -> None:
-    result = run_script(tmp_path, *SWEEP, "broken=standard")
-    assert result.returncode == 1
-    assert "out of memory, on purpose" in result.stderr
-    assert [row[2] for row in of_runs(tmp_path / "sweep")] == [None, None, "1.125", "2.125"]
-    assert write_report(tmp_path / "sweep") in result.stdout
-    alone = run_script(tmp_path, "loss=standard", "hydra.run.dir=sweep/0", "+ckpt_path=sweep/0/last.ckpt")
-    assert alone.returncode == 0, alone.stderr
-    assert "1.1250 ± 0.0000" not in (tmp_path / "sweep" / "report.md").read_text()
-    assert "1 of 2" in (tmp_path / "sweep" / "report.md").read_text()
-
-
-def test_an_interrupted_sweep_shows_the_report_of_what_ran(tmp_path: Path) -> None:
-    result = run_script(tmp_path, "-m", "loss=interrupted,cce", "hydra.sweep.dir=sweep")
-    assert result.returncode != 0
-    assert "Exception ignored" not in result.stderr
-    assert of_runs(tmp_path / "sweep") == [("0", "interrupted", None, "unfinished")]
-    assert write_report(tmp_path / "sweep") in result.stdout
+def test_a_sweep_ends_with_its_report_also_after_a_failure_and_a_run_that_goes_on_renews_it(tmp_path: Path) -> None:
+    job = [*SYNTHETIC, *TINY_MODEL, "trainer.max_steps=2", "~callbacks.sample_text", "~callbacks.export"]
+    swept = train(tmp_path, "-m", "loss=liger,standard", *job, "hydra.sweep.dir=sweep")  # liger needs a GPU
+    assert swept.status == 1
+    text = (tmp_path / "sweep" / "report.md").read_text()
+    assert [row[-1] for row in cells(text)[2:]] == ["failed", "completed"]
+    assert "- run 0, failed: loss=liger cannot run here" in text
+    assert write_report(tmp_path / "sweep") in swept.output
+    assert "sweep/report.html" in swept.output
+    on = train(tmp_path, "ckpt_path=sweep/1", "hydra.run.dir=sweep/1", "trainer.max_steps=3")
+    assert on.status == 0, on.output
+    assert "trainer.max_steps=3" in (tmp_path / "sweep" / "report.html").read_text()
+    assert (tmp_path / "sweep" / "report.md").read_text() != text

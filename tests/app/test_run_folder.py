@@ -1,8 +1,6 @@
 """The folder of a run: no run replaces another one, and one that was refused leaves none."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,31 +26,31 @@ def test_a_run_takes_no_folder_of_another_and_goes_on_in_its_own(tmp_path):
     assert [path.name for path in (tmp_path / "run").glob("*.csv")] == ["metrics.1.csv"]
 
 
-def test_a_run_takes_no_folder_of_a_process_that_lives_and_that_of_one_that_left_no_results(tmp_path):
-    program = "import sys, pathlib; from lit_fused.app.run_folder import claim; "
-    program += (
-        "claim(pathlib.Path(sys.argv[1]), {'overrides': []}, None); print('claimed', flush=True); sys.stdin.read()"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "claimed\n"
-    with pytest.raises(UserError, match="is in use by another run"):
+def test_a_run_takes_the_folder_of_one_that_failed_without_results(tmp_path):
+    claim(tmp_path, {"overrides": []}, None)
+    with pytest.raises(UserError, match="has a run already; choose another folder"):
         claim(tmp_path, {}, None)
-    process.communicate("\n")
-    (tmp_path / "checkpoints.partial").mkdir()
-    claim(tmp_path, {}, None)
+    for name in ("error.txt", "run.json.partial"):
+        (tmp_path / name).touch()
+    claim(tmp_path, {"overrides": []}, None)
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
-def test_a_folder_with_results_stays(tmp_path):
-    for claimed, name in ((True, "metrics.csv"), (False, "run.json")):
-        folder = tmp_path / str(claimed)
-        folder.mkdir()
-        (folder / name).touch()
-        leave_nothing(folder, claimed=claimed)
-        assert folder.exists()
+@pytest.mark.parametrize(
+    ("claimed", "name", "content", "stays"),
+    [
+        (True, "metrics.csv", "step,train/loss\n0,9.5\n", True),
+        (True, "metrics.csv", "step,data/share_of_tokens\n0,0.9\n", False),  # refused before its first step
+        (False, "run.json", "{}", True),
+        (True, "run.json", "{}", False),
+    ],
+)
+def test_a_folder_with_results_stays(claimed, name, content, stays, tmp_path):
+    folder = tmp_path / "day" / "run"
+    folder.mkdir(parents=True)
+    (folder / name).write_text(content)
+    leave_nothing(folder, claimed=claimed)
+    assert folder.exists() == folder.parent.exists() == stays
 
 
 def test_rows_of_a_run_that_went_on_are_read_as_those_of_one(tmp_path):

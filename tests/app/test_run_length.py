@@ -10,7 +10,7 @@ from commands import SYNTHETIC, TINY_MODEL, train
 from composed import composed
 from omegaconf import OmegaConf
 
-from lit_fused.app.run_length import open_values
+from lit_fused.app.defaults import open_values
 
 TINY = [*TINY_MODEL, *SYNTHETIC, "trainer.accelerator=cpu", "callbacks=measure", "trainer.enable_checkpointing=false"]
 
@@ -28,13 +28,10 @@ def steps_and_validations(folder: Path, *overrides: str) -> tuple[int, list[int]
     ("overrides", "steps", "validated"),
     [
         pytest.param(["trainer.max_epochs=3"], 24, [8, 16, 24], marks=pytest.mark.slow),
-        pytest.param(["trainer.max_steps=5"], 5, [5], marks=pytest.mark.slow),
         (["trainer.max_epochs=3", "trainer.max_steps=11"], 11, [8, 11]),
-        pytest.param(["trainer.max_epochs=1", "trainer.max_steps=11"], 8, [8], marks=pytest.mark.slow),
         (["trainer.max_steps=7", "trainer.accumulate_grad_batches=3"], 7, [7]),  # the last step of an epoch has two
         pytest.param(["trainer.max_epochs=2", "trainer.val_check_interval=6"], 16, [6, 12], marks=pytest.mark.slow),
         pytest.param(["trainer.max_steps=6", "trainer.val_check_interval=0.5"], 6, [4, 6], marks=pytest.mark.slow),
-        pytest.param(["trainer.max_epochs=2", "trainer.check_val_every_n_epoch=2"], 16, [16], marks=pytest.mark.slow),
     ],
 )
 def test_a_run_ends_and_validates_where_its_settings_say(overrides, steps, validated, tmp_path):

@@ -5,18 +5,14 @@ import os
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from commands import SYNTHETIC, TINY_MODEL, train
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from lit_fused import UserError
 from lit_fused.app import launching
-from lit_fused.app.commands.training import _metric
 from lit_fused.app.reporting.runs import read_runs
 
 JOB = [*SYNTHETIC, *TINY_MODEL, "trainer.max_steps=3", "callbacks=measure", "trainer.enable_checkpointing=false"]
@@ -56,44 +52,6 @@ def test_optuna_searches_and_goes_on_after_a_trial_that_fails(tmp_path):
     assert best["best_value"] == pytest.approx(min(losses))
     assert "CUDA" in (tmp_path / "sweep" / "report.html").read_text()
     assert (tmp_path / "study.db").stat().st_size > 0
-
-
-@pytest.fixture
-def sweeper(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes Hydra's configuration say which sweeper a job is of."""
-
-    def of(mode: str, target: str) -> None:
-        config = OmegaConf.create({"mode": mode, "sweeper": {"_target_": target}})
-        monkeypatch.setattr(HydraConfig, "get", staticmethod(lambda: _as_modes(config)))
-
-    return of
-
-
-def _as_modes(config: Any) -> Any:
-    from hydra.types import RunMode
-
-    return SimpleNamespace(mode=RunMode[config.mode], sweeper=config.sweeper)
-
-
-def test_a_run_returns_its_metric(sweeper):
-    sweeper("RUN", "hydra._internal.core_plugins.basic_sweeper.BasicSweeper")
-    assert _metric("val/loss", {"val/loss": 2.5, "train/loss": 3.0}) == 2.5
-    assert _metric("val/loss", {"train/loss": 3.0}) is None
-    assert _metric("val/loss", {"val/loss": float("nan")}) is None
-    assert _metric(None, {"val/loss": 2.5}) is None
-
-
-@pytest.mark.parametrize(
-    ("metrics", "message"),
-    [
-        ({"train/loss": 3.0}, "metric=val/loss, which in this run was not measured; it measured train/loss"),
-        ({"val/loss": float("nan")}, "metric=val/loss, which in this run was nan"),
-    ],
-)
-def test_a_search_is_told_of_a_run_without_its_metric(metrics, message, sweeper):
-    sweeper("MULTIRUN", "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper")
-    with pytest.raises(UserError, match=message):
-        _metric("val/loss", metrics)
 
 
 def hold(count: int, folder: Path, answer: Connection) -> None:

@@ -26,7 +26,7 @@ from commands import (
     train,
     train_anew,
 )
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -109,17 +109,6 @@ def test_the_exported_model_and_tokenizer_load_and_continue_text(run):
     assert tokenizer.decode(tokens[0]).startswith("def f(")
 
 
-def test_validating_a_checkpoint_gives_the_loss_that_the_run_ended_with(run):
-    folder, _, overrides = run
-    finished = train(
-        folder, *overrides, "mode=validate", "ckpt_path=out/checkpoints/last.ckpt", "hydra.run.dir=validated"
-    )
-    assert finished.status == 0, finished.output
-    first, second = (json.loads((folder / d / "summary.json").read_text())["metrics"] for d in ("out", "validated"))
-    for name in ("val/loss", "val/perplexity", "val/accuracy", "val/entropy"):
-        assert second[name] == pytest.approx(first[name], rel=1e-6)
-
-
 def test_a_checkpoint_of_another_model_is_refused_in_one_sentence(run):
     folder, _, overrides = run
     finished = train(folder, *overrides, "model.config.hidden_size=32", "ckpt_path=out/checkpoints/last.ckpt")
@@ -168,33 +157,6 @@ REVERSE = ["experiment=reverse", "data.batch_size=32", "data.val_fraction=0.1"]
 
 
 @pytest.mark.slow
-def test_the_reversing_experiment_trains_and_exports(tmp_path):
-    finished = train(
-        tmp_path,
-        *REVERSE,
-        reversed_words(tmp_path),
-        "trainer.max_steps=4",
-        "trainer.val_check_interval=2",
-        "callbacks.checkpoint.every_n_train_steps=2",
-        "hydra.run.dir=out",
-    )
-    assert finished.status == 0, finished.output
-    assert "Sample after training" in finished.output
-    assert "Traceback" not in finished.output
-    metrics = json.loads((tmp_path / "out" / "summary.json").read_text())["metrics"]
-    assert 0 <= metrics["val/accuracy"] <= 1
-
-    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out" / "exported")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "exported")
-    state = torch.load(tmp_path / "out" / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
-    for name, parameter in model.state_dict().items():
-        assert torch.equal(parameter, state[f"model.backbone.{name}"]), name
-    inputs = tokenizer("one two three", return_tensors="pt")
-    assert inputs["input_ids"][0, -1] == tokenizer.eos_token_id
-    assert model.generate(**inputs, max_new_tokens=4).shape[0] == 1
-
-
-@pytest.mark.slow
 def test_the_reversing_experiment_learns_to_reverse_lines_that_it_has_not_seen(tmp_path):
     overrides = [*REVERSE, reversed_words(tmp_path)]
     first = train(tmp_path, *overrides, "trainer.max_steps=1", "trainer.val_check_interval=1", "hydra.run.dir=first")
@@ -206,24 +168,6 @@ def test_the_reversing_experiment_learns_to_reverse_lines_that_it_has_not_seen(t
     assert before["val/accuracy"] < 0.3
     assert after["val/accuracy"] > 0.8
     assert after["val/loss"] < 0.5 * before["val/loss"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        pytest.param(
-            ["module=causal_lm"],
-            "T5ForConditionalGeneration is an encoder-decoder.*module=seq2seq_lm",
-            marks=pytest.mark.slow,
-        ),
-        (["model=llama"], "LlamaForCausalLM is no encoder-decoder; use FusedCausalLMModule .module=causal_lm"),
-    ],
-)
-def test_module_and_model_of_different_kinds_are_refused_with_the_choice_that_fits(overrides, message, tmp_path):
-    finished = train(tmp_path, *REVERSE, reversed_words(tmp_path), *overrides)
-    assert finished.status == 1
-    assert re.search(message, finished.plain), finished.output
-    assert "Traceback" not in finished.output
 
 
 @pytest.mark.slow
@@ -295,23 +239,3 @@ def test_a_tokenizer_larger_than_the_model_is_refused_before_training(tmp_path):
     assert finished.status == 1
     assert "the tokenizer has 400 entries but the model's vocabulary only 300" in finished.plain
     assert "Traceback" not in finished.output
-
-
-@pytest.mark.slow
-def test_a_run_says_nothing_that_tells_a_user_nothing(run):
-    folder, finished, overrides = run
-    for noise in (
-        "Trainer already",
-        "Tip:",
-        "FutureWarning",
-        "DeprecationWarning",
-    ):
-        assert noise not in finished.output, noise
-    assert not (folder / "out" / "train.log").exists()
-    lowered = [*overrides, "ckpt_path=out/checkpoints/last.ckpt", "trainer.max_steps=20", "hydra.run.dir=lowered"]
-    again = train(folder, *lowered, "trainer.enable_model_summary=false")
-    assert "the checkpoint is at step 40" in again.output
-    assert "Total params" not in again.output
-    validated = train(folder, *overrides, "mode=validate", "ckpt_path=out/checkpoints/last.ckpt", "hydra.run.dir=once")
-    assert validated.output.count("val/loss") == 1
-    assert not re.search(r"\d\.\d{6}", validated.output), "digits that mean nothing"

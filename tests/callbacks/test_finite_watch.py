@@ -144,9 +144,7 @@ def test_a_run_that_diverges_ends_with_one_sentence(tmp_path):
 
 
 def test_a_summary_is_valid_json_whatever_was_measured(tmp_path):
-    write_summary(
-        str(tmp_path), ["seed=1"], {"val/loss": math.nan, "train/loss": math.inf, "a": 1.0}, status="completed"
-    )
+    write_summary(str(tmp_path), {"val/loss": math.nan, "train/loss": math.inf, "a": 1.0}, status="completed")
 
     def refuse(constant: str) -> None:
         raise AssertionError(constant)

@@ -40,7 +40,7 @@ PRELOADED = (
     "lit_fused.app.cli",
     "lit_fused.app.commands.training",
     "lit_fused.app.loggers",
-    "lit_fused.app.reporting.sweep_report",
+    "lit_fused.app.launching",
     "lit_fused.app.reporting.finish",
     "lit_fused.callbacks",
     "lit_fused.data.synthetic",

@@ -40,6 +40,7 @@ from lit_fused.data.packing import (
     pad_documents,
 )
 from lit_fused.data.tokens import Tokens
+from lit_fused.models.documents_apart import difference
 
 # --- plans -------------------------------------------------------------------------------------------------------
 
@@ -400,6 +401,15 @@ def test_a_mask_of_ones_beside_documents_of_one_row_is_refused_with_the_first_ba
     padded = (torch.arange(29) >= 4).long()[None]
     for positions in ((padded.cumsum(1) - 1).clamp(min=0), (padded.cumsum(1) - 1).masked_fill(padded == 0, 1)):
         model.spot_check(row(29) | {"attention_mask": padded, "position_ids": positions})  # padding is no document
+
+
+def test_a_model_of_4_bits_may_differ_as_much_as_bfloat16_rounds():
+    short, long = torch.randn(2, 48, 8, generator=torch.Generator().manual_seed(0))
+    exact = torch.stack([torch.cat([short[:16], long])] * 3 + [torch.cat([long, short[:16]])])
+    model = torch.nn.Linear(1, 1)
+    assert "something else than alone" in (difference(exact, 1.001 * long[None], model) or "")
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]
+    assert difference(exact, 1.001 * long[None], model) is None
 
 
 @pytest.mark.slow

@@ -57,11 +57,6 @@ def test_the_limit_of_measured_steps_does_not_count_the_warm_up(tmp_path):
     assert json.loads(out.read_text()) == rows
 
 
-@pytest.mark.usefixtures("script")
-def test_cells_after_the_minutes_given_are_named_and_not_run():
-    assert run_cells([{"cell": "good"}], None, 0) == [{"cell": "good", "error": "not begun within 0 minutes"}]
-
-
 def test_packed_rows_of_the_benchmark_are_whole_documents_and_padded_ones_end_where_they_end():
     packed = packing.batches_of("documents", 3, 64, 100)
     assert len(packed) == packing.BATCHES
@@ -109,16 +104,3 @@ def test_a_provider_with_a_wrong_distillation_has_no_speed(tiny, wrong, monkeypa
     row = distillation_run.measure(tiny)
     assert row["error"].startswith("wrong")
     assert "tokens_per_sec" not in row
-
-
-@pytest.mark.slow
-def test_a_distillation_is_measured_beside_trls_trainers(tmp_path, monkeypatch):
-    pytest.importorskip("trl")
-    pytest.importorskip("liger_kernel")
-    out = tmp_path / "run.json"
-    own = "--tiny --length 16 --steps 2 --losses reverse_kl --providers trl trl_gkd liger plain"
-    monkeypatch.setattr(sys, "argv", [distillation_run.__file__, *own.split(), "--out", str(out)])
-    distillation_run.main()
-    rows = {row["cell"]: row for row in json.loads(out.read_text())}
-    assert [name for name, row in rows.items() if row.get("tokens_per_sec", 0) > 0] == list(rows)
-    assert max(row["gradient_error"] for row in rows.values()) < 0.05

@@ -14,20 +14,14 @@ import torch
 from torchrun import run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import filtered_alternatives
 import filtered_curve
 import filtered_training
 import items
 import items_quality
-import kernels_and_compile
 import linear_cross_entropy as benchmark
 import pipeline_memory
 import train_head
 import whole_step
-from composed import composed
-from tiny_models import tiny_model
-
-from lit_fused import filtered
 
 TINY = ["--device", "cpu", "--shapes", "tiny", "--turns", "1"]
 
@@ -77,41 +71,6 @@ def test_a_provider_with_a_wrong_result_is_named_and_not_timed(monkeypatch, caps
 
 
 @pytest.mark.slow
-def test_a_provider_that_cannot_run_says_why(monkeypatch, capsys):
-    def absent():
-        raise ImportError("No module named 'liger_kernel'")
-
-    monkeypatch.setitem(benchmark.PROVIDERS, "liger", absent)
-    benchmark.main([*TINY, "--providers", "liger"])
-    assert "| liger | cannot run: No module named 'liger_kernel' |" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_without_the_standard_a_wrong_provider_is_named_and_one_that_fails_when_timed_is_a_row(monkeypatch):
-    def fails(*tensors):
-        calls.append(tensors)
-        if len(calls) > 1:  # the first call is judged
-            raise torch.OutOfMemoryError("out of memory")
-        return benchmark.standard(*tensors)
-
-    def too_large(*tensors):
-        if len(tensors[0]) == 512:
-            raise torch.OutOfMemoryError("out of memory")
-        return standard(*tensors)
-
-    calls, standard = [], benchmark.standard
-    monkeypatch.setitem(benchmark.PROVIDERS, "standard", lambda: too_large)
-    monkeypatch.setitem(benchmark.PROVIDERS, "cce", lambda: without_targets)
-    monkeypatch.setitem(benchmark.PROVIDERS, "liger", lambda: fails)
-    found = benchmark.main([*TINY, "--providers", "cce", "liger", "chunked"])["tiny"]
-    rows = {row.provider: row for row in found}
-    assert (rows["cce"].note, rows["cce"].ms) == ("wrong gradients", None)
-    assert (rows["liger"].note, rows["liger"].ms) == ("cannot run: out of memory", None)
-    assert rows["standard"].note == "cannot run: out of memory"
-    assert rows["chunked"].ms is not None
-
-
-@pytest.mark.slow
 def test_hidden_states_of_a_trained_model_are_measured_too(tmp_path, monkeypatch):
     head = tmp_path / "head.pt"
     text = Path(json.__file__).parent
@@ -149,19 +108,6 @@ def test_the_curve_of_a_filter_has_errors_that_fall_with_eps_and_rise_without_th
     assert all(point.ms > 0 for point in points.values())
     assert len(json.loads(out.with_suffix(".json").read_text())["points"]["initial"]) == len(points)
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_alternatives_to_the_filter_are_judged_by_columns_and_errors(peaked_head, capsys, monkeypatch):
-    arguments = f"filtered_alternatives.py --head {peaked_head} --device cpu --groups 256"
-    monkeypatch.setattr(sys, "argv", arguments.split())
-    filtered_alternatives.main()
-    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
-    assert len(rows) == 3 * 10 * 3
-    neighbours = {(row[2], row[3]): [float(cell.strip(" %|")) for cell in row[4:]] for row in rows[:30]}
-    for name in ("largest 0.00390625", "energy 0.01"):
-        plain, group, fine = (neighbours[name, tail] for tail in ("none", "256", "64"))
-        assert plain[0] == group[0] == fine[0], "the correction changes no column"
-        assert fine[1] < group[1] < plain[1]
 
 
 def trained(tmp_path: Path, *arguments: str) -> dict:
@@ -203,33 +149,6 @@ def test_training_with_two_heads_is_compared_by_seeds_and_goes_on_where_it_stopp
     assert "| exact, seed 2 | | not run yet |" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_cache")
-def test_a_head_that_cannot_be_trained_here_is_named_and_the_others_are(tmp_path, capsys):
-    record = trained(tmp_path, "--losses", "cce", "exact", "--seeds", "0")
-    assert [run["loss"] for run in record["runs"]] == ["exact"]
-    assert "| cce, seed 0 | | RuntimeError: loss=cce would be replaced by another one" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_cache")
-def test_the_filter_is_trained_with_its_correction_and_without(tmp_path, monkeypatch):
-    pytest.importorskip(filtered_training.FILTER)
-    few = partial(filtered.linear_cross_entropy, filter_eps=0.01)
-    monkeypatch.setitem(filtered_training.FILTERED, "impl", few)  # of 512 columns nearly all are left out
-    record = trained(tmp_path, "--losses", "exact", "filtered", "plain", "bare", "--seeds", "0")
-    assert record["failed"] == {}
-    runs = {run["loss"]: run for run in record["runs"]}
-    dropped = {loss: run["statistics"].get("dropped_mass", {}).get("mean") for loss, run in runs.items()}
-    assert dropped["exact"] is None
-    assert dropped["filtered"] == dropped["plain"] == 0  # beyond the bound: all groups are exact
-    assert dropped["bare"] > 0.1
-    assert runs["filtered"]["statistics"]["exact_tokens"]["mean"] == 1
-    assert runs["bare"]["statistics"]["kept_columns"]["mean"] < 1
-    assert runs["filtered"]["train"] == pytest.approx(runs["exact"]["train"], abs=0.01)
-    assert runs["bare"]["train"] != pytest.approx(runs["exact"]["train"], abs=0.01)
-
-
 def run_of_a_pipeline(folder: Path, peaks: list[float]) -> None:
     folder.mkdir(parents=True)
     config = {"model": {"config": {"vocab_size": 65536, "hidden_size": 1024}}}
@@ -248,42 +167,10 @@ def test_a_pipelines_stages_are_a_table_a_line_and_a_picture(tmp_path, capsys):
     assert (tmp_path / "stages.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("peaks", "message"), [([], "has no peak of each rank.*per_rank=true"), ([4, 3], "a stage between")]
-)
-def test_runs_that_do_not_tell_are_refused(tmp_path, peaks, message):
-    run_of_a_pipeline(tmp_path / "chunked", peaks)
-    with pytest.raises(SystemExit, match=message):
-        pipeline_memory.main(tmp_path, tmp_path / "stages.png")
-
-
 def test_the_divided_head_is_checked_and_timed_against_the_whole_one():
     script = Path(__file__).parents[2] / "benchmarks" / "vocabulary_parallel.py"
     printed = run(script, 2, "--tokens", 256, "--shapes", "64x1001", "--repeats", 1, timeout=100)
     assert re.search(r"^\| 64x1001 \| [\d.]+ \| [\d.]+ \| \d+% \|$", printed, re.MULTILINE)
-
-
-@pytest.mark.slow
-def test_the_benchmark_of_kernels_times_what_is_right_alone(monkeypatch, capsys):
-    """On the CPU, at a tiny shape: without Liger's kernels, and with a compiled model whose gradients are wrong."""
-    monkeypatch.setattr(kernels_and_compile, "DEVICE", torch.device("cpu"))
-    monkeypatch.setattr(kernels_and_compile, "CELLS", [("none", "none"), ("none", "regional")])
-    for name, value in {"is_available": True, "get_device_name": "a CPU", "max_memory_allocated": 2**30}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
-    monkeypatch.setattr(torch, "autocast", lambda *_, enabled: torch.amp.autocast("cpu", torch.bfloat16, enabled))
-    monkeypatch.setattr(kernels_and_compile, "built", lambda _: tiny_model("qwen3_tied"))
-
-    def wrong(model, how):
-        if how != "none":
-            model.backbone.model.norm.register_full_backward_hook(lambda _, given, __: (2 * given[0],))
-
-    monkeypatch.setattr(kernels_and_compile, "compile_backbone", wrong)
-    kernels_and_compile.main(["--rows", "2", "--length", "16", "--steps", "1"])
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| none")]
-    assert re.match(r"\| none \| none \| [\d,]+ \| 1.0 \|", rows[0])
-    assert re.match(r"\| none \| regional \| WRONG, loss", rows[1])
 
 
 def test_train_py_and_the_loop_by_hand_are_compared_by_the_mean_over_all_steps(monkeypatch):
@@ -302,12 +189,6 @@ def test_train_py_and_the_loop_by_hand_are_compared_by_the_mean_over_all_steps(m
     assert whole_step.by_command(options) == {"tokens_per_sec": 500 / 7, "gib": 1.5, "mfu": 0.25}
 
 
-@pytest.mark.parametrize("cell", [name for name in whole_step.CELLS if name.startswith("train.py")])
-def test_every_cell_of_whole_steps_is_a_configuration(cell):
-    left_out = {word.removeprefix("~callbacks.") for word in cell.split() if word.startswith("~")}
-    assert {*whole_step.CALLBACKS} - {*composed(*cell.split()[1:]).callbacks} == left_out
-
-
 def test_a_catalogue_is_trained_on_and_ranked(capsys):
     items.main(["--shapes", "32,8,500", "--device", "cpu", "--dtype", "float32"])
     lines = capsys.readouterr().out.splitlines()
@@ -315,36 +196,6 @@ def test_a_catalogue_is_trained_on_and_ranked(capsys):
     assert [re.split(r" {2,}", name)[0] for name in names] == [
         "loss and gradients", "top_items", "top_items, some excluded", "from the matrix",
     ]  # fmt: skip
-
-
-@pytest.mark.slow
-def test_a_way_out_of_memory_has_no_further_points_and_the_rest_are_drawn(tmp_path, monkeypatch):
-    def narrow(hidden, weight, targets):
-        if len(weight) == 300:
-            raise torch.OutOfMemoryError("out of memory")
-        return benchmark.standard(hidden, weight, targets)
-
-    monkeypatch.setitem(items.PROVIDERS, "standard", lambda: narrow)
-    ways = ["full softmax, lit_fused", "plain logits", "sampled softmax, 4096 negatives"]
-    out = tmp_path / "scale.json"
-    sizes = ["--scale", "100", "300", "900", "--users", "8", "--device", "cpu"]
-    items.main([*sizes, "--ways", *ways, "--out", str(out)])
-    found = json.loads(out.read_text())
-    assert [[point[0] for point in found["ways"][way]] for way in ways] == [[100, 300, 900], [100], [100, 300, 900]]
-    for points in found["ways"].values():
-        points[:] = [[count, milliseconds, count / 10] for count, milliseconds, _ in points]  # a CPU has no memory
-    out.write_text(json.dumps(found))
-    items.main(["--picture", str(out)])
-    assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_a_loss_is_trained_for_the_seconds_that_it_is_given(tmp_path):
-    sizes = "--items 60 --users 150 --width 16 --batch-size 32 --seconds 1 --seeds 1 --device cpu --losses BCE"
-    items_quality.main([*sizes.split(), "--out", str(tmp_path / "quality.json")])
-    found = json.loads((tmp_path / "quality.json").read_text())["losses"]["BCE"]
-    assert 1 <= found["seconds"][0] < 2
-    assert found["steps"][0] > items_quality.WARM
 
 
 @pytest.mark.slow

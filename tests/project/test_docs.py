@@ -199,18 +199,3 @@ def test_every_command_of_a_page_names_choices_that_exist(page: Path) -> None:
     for command in commands(page):
         if not {"--help", "--config-dir", "my_package"} & {*re.split(r"[ =.]", command)}:
             check_config(composed(*overrides(command)), MODES)
-
-
-@pytest.mark.parametrize(
-    ("command", "expected"),
-    [
-        (
-            "python train.py -m loss=cce,chunked optimizer.lr=1e-3,1e-4 +x=[1,2]",
-            ["loss=cce", "optimizer.lr=0.001", "+x=[1,2]"],
-        ),
-        ("python train.py -m 'optimizer.lr=interval(1e-4,1e-2)' seed=range(1,3)", []),
-        ("python train.py ckpt_path=a/b.ckpt hydra.run.dir=out", [f"ckpt_path={__file__}"]),
-    ],
-)
-def test_of_a_sweep_the_first_run_is_composed(command: str, expected: list[str]) -> None:
-    assert overrides(command) == expected

@@ -1,7 +1,5 @@
 """The examples run as scripts, and a project trains on as before once its module, or only its loss, is ours."""
 
-import ast
-import difflib
 import importlib
 import math
 import os
@@ -28,7 +26,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 PRINTED = EXAMPLES / "printed"
 SCRIPTS = ("plain_module", "plain_transformer", "before", "after_loss_only", "after_subclass")
 AFTERS = ("after_loss_only", "after_subclass")
-PREFIX = {"before": "model.", "after_loss_only": "model.", "after_subclass": "model.backbone."}
 VOCAB_SIZE = 503
 EPS = torch.finfo(torch.float32).eps
 
@@ -40,17 +37,10 @@ def example(name: str) -> ModuleType:
 
 
 class Recorder(L.Callback):
-    """Keeps what each optimiser step logged, and the first one's gradients, unclipped, under Hugging Face's names."""
+    """Keeps what each optimiser step logged."""
 
-    def __init__(self, prefix: str) -> None:
-        self.prefix = prefix
-        self.gradients: dict[str, Tensor] = {}
+    def __init__(self) -> None:
         self.logged: dict[str, list[float]] = {"train/loss": [], "train/grad_norm": []}
-
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        if not self.gradients:
-            named = {name.removeprefix(self.prefix): p.grad for name, p in pl_module.named_parameters()}
-            self.gradients = {name: grad.clone() for name, grad in named.items() if grad is not None}
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -64,7 +54,7 @@ def trained(name: str, precision: str) -> tuple[Any, Recorder, float]:
     """One example's project, trained small on the CPU: its module, what was recorded, and the validation loss."""
     torch.manual_seed(0)
     module = example(name).Pretrainer(example("project").build_model(VOCAB_SIZE))
-    recorder = Recorder(PREFIX[name])
+    recorder = Recorder()
     trainer = example("project").fit(
         module, VOCAB_SIZE, limit_train_batches=6, precision=precision, accelerator="cpu", callbacks=[recorder]
     )
@@ -350,26 +340,6 @@ def test_in_float64_every_step_has_the_same_loss_and_gradient_norm_as_before(nam
     assert after["train/grad_norm"] == pytest.approx(before["train/grad_norm"], rel=1e-4)
 
 
-@pytest.mark.parametrize("name", AFTERS)
-def test_in_float32_the_losses_are_as_close_to_the_truth_as_before(name: str) -> None:
-    truth = trained("before", "64-true")[1].logged["train/loss"]
-
-    def error(recorder: Recorder) -> float:
-        return max(abs(loss - true) for loss, true in zip(recorder.logged["train/loss"], truth, strict=True))
-
-    before, after = error(trained("before", "32-true")[1]), error(trained(name, "32-true")[1])
-    assert after <= 2 * before + EPS * truth[0]
-
-
-@pytest.mark.parametrize("name", AFTERS)
-def test_the_first_gradients_are_the_same_as_before(name: str) -> None:
-    before, after = trained("before", "64-true")[1].gradients, trained(name, "64-true")[1].gradients
-    assert before.keys() == after.keys() == example("project").build_model(VOCAB_SIZE).state_dict().keys()
-    for parameter, expected in before.items():
-        assert expected.norm() > 0
-        assert (after[parameter] - expected).norm() <= 4 * EPS * expected.norm(), parameter
-
-
 def test_the_validation_loss_stays_a_mean_of_batches_or_becomes_the_mean_over_tokens() -> None:
     module, _, before = trained("before", "64-true")
     assert trained("after_loss_only", "64-true")[2] == pytest.approx(before, rel=4 * EPS)
@@ -381,30 +351,6 @@ def test_the_validation_loss_stays_a_mean_of_batches_or_becomes_the_mean_over_to
     over_tokens = sum(mean * count for mean, count in zip(means, counts, strict=True)) / sum(counts)
     assert abs(over_tokens - before) > 1e-5 * before  # the two differ, or this test shows nothing
     assert trained("after_subclass", "64-true")[2] == pytest.approx(over_tokens, rel=4 * EPS)
-
-
-@pytest.mark.parametrize("name", AFTERS)
-def test_the_weights_load_into_the_plain_hugging_face_model_and_predict_the_same_tokens(name: str) -> None:
-    module, _, _ = trained(name, "32-true")
-    state = {key.removeprefix(PREFIX[name]): value for key, value in module.state_dict().items()}
-    plain = example("project").build_model(VOCAB_SIZE).eval()
-    plain.load_state_dict(state, strict=True)
-    input_ids = torch.arange(60).reshape(3, 20)
-    with torch.no_grad():
-        logits = plain(input_ids).logits[:, -1]
-    assert logits.sort().values.diff()[:, -1].min() > 1e-4  # no ties
-    assert module.most_likely_next(input_ids).tolist() == logits.argmax(-1).tolist()
-
-
-def test_replacing_only_the_loss_changes_few_lines() -> None:
-    def code(name: str) -> list[str]:
-        source = (EXAMPLES / f"{name}.py").read_text()
-        return source.splitlines()[ast.parse(source).body[0].end_lineno :]
-
-    lines = difflib.ndiff(code("before"), code("after_loss_only"))
-    diff = [line for line in lines if line[0] in "+-" and line[2:].strip()]
-    assert sum("loss" in line.lower() and line[0] == "+" for line in diff) >= 3
-    assert len(diff) <= 10, "\n".join(diff)
 
 
 def test_the_plain_module_has_the_loss_and_gradients_of_its_own_logits() -> None:
@@ -426,15 +372,6 @@ def test_the_plain_transformer_has_the_loss_and_gradients_of_its_own_logits() ->
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     expected = F.cross_entropy(backbone.lm_head(backbone(**inputs)).flatten(0, 1), batch["labels"].flatten())
     assert_same_loss_and_gradients(backbone, module.model(batch).loss, expected)
-
-
-def test_the_plain_transformer_reads_a_document_and_says_it_backwards() -> None:
-    script = example("plain_transformer")
-    batch = script.collate_reversed([torch.tensor([5, 6, 7]), torch.tensor([8, 9])])
-    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 0]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
-    assert batch["labels"].tolist() == [[7, 6, 5], [9, 8, -100]]
-    assert batch["decoder_input_ids"].tolist() == [[script.START, 7, 6], [script.START, 9, 8]]
 
 
 def assert_same_loss_and_gradients(backbone: torch.nn.Module, loss: Tensor, expected: Tensor) -> None:

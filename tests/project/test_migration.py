@@ -159,15 +159,3 @@ def test_the_defaults_of_trl_are_those_of_the_table() -> None:
             place: Any = next(place for place in (trl, cpo, gkd, orpo) if hasattr(place, config))
             default = {field.name: field.default for field in fields(getattr(place, config))}[name]
             assert str(getattr(default, "value", default)) == value, (config, name)
-
-
-def test_every_block_of_every_guide_is_run() -> None:
-    counts = {file.stem: {k: len(v) for k, v in blocks(file.stem).items()} for file in PAGES.glob("*.md")}
-    assert counts == {
-        "index": {"shared": 0, "Before": 0, "After": 0},
-        "hf_trainer": {"shared": 1, "Before": 1, "After": 1},
-        "lightning": {"shared": 1, "Before": 2, "After": 2},
-        "forgather": {"shared": 1, "Before": 0, "After": 1},
-        "litgpt": {"shared": 0, "Before": 0, "After": 2},
-        "trl": {"shared": 1, "Before": 2, "After": 2},
-    }

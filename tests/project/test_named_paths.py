@@ -13,15 +13,6 @@ NAME = re.compile(r"(?<![\w/])lit_fused(?:\.[A-Za-z_]\w*)+")
 MADE_UP = re.compile(r"\bNAME|mine\.yaml")
 
 
-def present(text: str) -> str:
-    """Return a page without what it names as gone: the first column of a table of moves, and what was removed."""
-    text = text.partition("\n### Removed")[0] if "| before | now |" in text else text
-    if "| before | now |" not in text:
-        return text
-    head, moves = text.split("| before | now |")
-    return head + "\n".join(line.split("|")[2] for line in moves.splitlines() if line.count("|") == 3)
-
-
 def exists(name: str) -> bool:
     """Tell whether a dotted name is a module of the package, or an attribute of one."""
     parts = name.split(".")
@@ -39,7 +30,7 @@ def exists(name: str) -> bool:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_what_a_page_names_exists(page: str) -> None:
-    text = present((ROOT / page).read_text())
+    text = (ROOT / page).read_text()
     files = {file for file in FILE.findall(text) if not MADE_UP.search(file)}
     names = set(NAME.findall(text))
     assert files | names

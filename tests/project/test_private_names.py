@@ -129,27 +129,3 @@ def test_each_private_name_of_another_package_is_listed_with_its_reason():
     assert not new, f"use a public name, or list the reason: {new}"
     gone = sorted(LISTED.keys() - found.keys())
     assert not gone, f"take these out of LISTED, they are gone: {gone}"
-
-
-def test_a_private_name_is_found_however_it_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(f"{__name__}.PACKAGE", tmp_path)
-    source = [
-        "from torch.utils._pytree import tree_leaves",
-        "def f(x): return x._inner, getattr(x, '_named'), vars(x)['_hidden'], x._ours, _own(x)",
-        "class A:\n    def _ours(self): self._x = self._x + 1",
-        "def _own(x): ...",
-    ]
-    (tmp_path / "app").mkdir()
-    (tmp_path / "app" / "a.py").write_text("\n".join(source))
-    monkeypatch.setattr(f"{__name__}.ROOMS", [])
-    names = [(name, kind) for name, kind in names_of(tmp_path / "app" / "a.py") if name.startswith("_")]
-    monkeypatch.undo()
-    assert {name for name, kind in names if kind != "defined"} == {
-        "_pytree",
-        "_inner",
-        "_named",
-        "_hidden",
-        "_ours",
-        "_x",
-    }
-    assert {name for name, kind in names if kind == "defined"} == {"_ours", "_own", "_x"}

@@ -22,11 +22,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lit_fused.app.command_line import command_line
 from lit_fused.app.config import check_config, leave_mps, refuse_code_of_folders
-from lit_fused.app.fine_tuning import default_epochs
+from lit_fused.app.defaults import default_epochs, open_values
 from lit_fused.app.ranks import end_with_parent, is_first_rank
 from lit_fused.app.reporting.runs import record_failure
 from lit_fused.app.run_folder import claim, leave_nothing
-from lit_fused.app.run_length import open_values
 from lit_fused.errors import Stopped, UserError, needing
 
 # The module of each mode in this folder. It has a function of the mode's name.
@@ -119,6 +118,7 @@ def _silence_other_packages() -> None:
     warnings.showwarning = lambda message, *_, **__: print(f"Warning: {message}", file=sys.stderr)
     # Tokens are read where they lie: there is nothing to load in parallel.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message="Precision .* is not supported by the model summary")
     # Hydra has made the folder.
     warnings.filterwarnings("ignore", message="(Experiment logs|Checkpoint) directory .* exists and is not empty")
     for category in (FutureWarning, DeprecationWarning):  # Libraries announce changes of their own code.

@@ -3,6 +3,7 @@
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -10,10 +11,12 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from lit_fused.app.one_device import on_device, one_device_trainer
-from lit_fused.app.restore import restored, run_with, tokenizer_of
+from lit_fused.app.defaults import kind_of_weights
+from lit_fused.app.one_device import chosen_module, on_device, one_device_trainer
+from lit_fused.app.restore import run_with, tokenizer_of
+from lit_fused.data.tokenizer import load_tokenizer
 from lit_fused.errors import UserError
 from lit_fused.models.generation import (
     GenerateOptions,
@@ -23,7 +26,6 @@ from lit_fused.models.generation import (
     positions,
     room_after,
 )
-from lit_fused.models.load import origin_of
 from lit_fused.training import FusedLMModule
 
 
@@ -81,31 +83,18 @@ def _continue(
 
 def _trained(cfg: DictConfig) -> tuple[FusedLMModule, PreTrainedTokenizerBase, L.Trainer]:
     """Return a trained model on its device, its tokenizer, and the trainer; UserError without either."""
-    trainer = one_device_trainer(cfg)
-    L.seed_everything(cfg.seed, verbose=False)
-    module, tokenizer = _read(cfg)
-    check_generates(module.model.transformers_model)
-    return on_device(module, trainer), tokenizer, trainer
-
-
-def _read(cfg: DictConfig) -> tuple[FusedLMModule, PreTrainedTokenizerBase]:
-    if cfg.ckpt_path is not None:
-        checkpoint = Path(cfg.ckpt_path).absolute()
-        tokenizer = tokenizer_of(run_with(checkpoint), cfg)
-        if tokenizer is None:
-            raise UserError(f"the run of {checkpoint} has no tokenizer: its data are tokens; it cannot generate text")
-        return restored(cfg, checkpoint), tokenizer
-    module = instantiate(cfg.module)(instantiate(cfg.model))
-    model = module.model.transformers_model
-    path = "" if model is None else model.name_or_path
-    if not path:
+    if cfg.ckpt_path is None and kind_of_weights(cfg) == "new":
         raise UserError(
-            "mode=generate needs trained weights, and this model would have random ones: give ckpt_path=FILE, or "
+            f"mode={cfg.mode} needs trained weights, and this model would have random ones: give ckpt_path=RUN, or "
             "model=pretrained model.path=FOLDER (a run's is its folder exported)"
         )
-    origin = origin_of(model)
-    try:
-        revision = (origin and origin.revision) or "main"
-        return module, AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} has no tokenizer to read the prompt with; put one into the folder") from error
+    trainer = one_device_trainer(cfg)
+    L.seed_everything(cfg.seed, verbose=False)
+    tokenizer = None if cfg.ckpt_path is None else tokenizer_of(run_with(Path(cfg.ckpt_path).absolute()), cfg)
+    if tokenizer is None and cfg.ckpt_path is not None:
+        raise UserError(f"the run of {cfg.ckpt_path} has no tokenizer: its data are tokens; it cannot generate text")
+    module = chosen_module(cfg)
+    model: Any = module.model.transformers_model
+    check_generates(model)
+    tokenizer = tokenizer or load_tokenizer(model.name_or_path)
+    return on_device(module, trainer), tokenizer, trainer

@@ -1,6 +1,7 @@
 """``mode=plan``: predict what the run would take of each GPU's memory, without building it and without a GPU."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,9 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
-from rich.table import Column, Table
-from torch import nn
+from torch import Tensor, nn
 
 import lit_fused
 from lit_fused.app.commands.training import build_module
@@ -23,7 +22,7 @@ from lit_fused.errors import UserError
 from lit_fused.heads import peft_model
 from lit_fused.models.load import places_of
 from lit_fused.objectives import PreferenceLoss
-from lit_fused.ops.operands import LEAST_GPU_BUDGET_MIB
+from lit_fused.ops.options import LEAST_GPU_BUDGET_MIB
 
 _GIB = 2**30
 _USABLE = 0.95  # The rest is for the CUDA context, the kernels and fragmentation.
@@ -32,75 +31,79 @@ _MAX_BATCH_SIZE = 4096
 
 def plan(cfg: DictConfig) -> None:
     """Print what the run would take, and write it to ``plan.json`` in the output folder."""
-    options: lit_fused.PlanOptions = instantiate(cfg.plan)
-    result = planned(cfg, options)
-    memory = options.device_gib
+    options = _of_run(cfg, instantiate(cfg.plan))
+    predict = _predictor(cfg, options)
+    predicted = predict(cfg.data.batch_size)
+    result, memory = _result(cfg, options, predicted), options.device_gib
+    shape = f"{result['batch_size']} x {result['block_size']} tokens, {result['precision']}, {result['strategy']}"
+    print(f"Planned peak memory of a GPU: {shape}", predicted, f"peak {result['peak_gib']:.3f} GiB", sep="\n")
     if memory is not None:
-        result |= _fitting(cfg, options, result, memory)
-    path, hydra = Path(cfg.output_dir, "plan.json"), HydraConfig.get()
+        usable = _USABLE * memory
+        fits, largest = (
+            predicted.peak <= usable * _GIB,
+            _largest(predict, cfg.data.batch_size, predicted, usable * _GIB),
+        )
+        result |= {"device_gib": memory, "usable_gib": usable, "fits": fits, "largest_batch_size": largest}
+        print(f"of {memory:.1f} GiB: {'fits' if fits else 'does not fit'}; the largest data.batch_size is {largest}")
+    path = Path(cfg.output_dir, "plan.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")
-    if hydra.mode == RunMode.MULTIRUN:  # The report shows the plans; another folder may have a run that trained.
-        measured = {"memory/peak_allocated_gib": result["peak_gib"]}
-        write_summary(cfg.output_dir, hydra.overrides.task, measured, status="planned")
-    console = Console()
-    console.print(_table(result))
-    for note in result["notes"]:
-        console.print(note)
-    console.print(f"written to {path}", soft_wrap=True)
+    if HydraConfig.get().mode == RunMode.MULTIRUN:  # The report shows the plans; another folder may have a trained run.
+        write_summary(cfg.output_dir, {"memory/peak_allocated_gib": result["peak_gib"]}, status="planned")
+    print(*result["notes"], f"written to {path}", sep="\n")
 
 
-def planned(cfg: DictConfig, options: lit_fused.PlanOptions, batch_size: int | None = None) -> dict[str, Any]:
-    """Predict the memory of each device: GiB by phase and component, and assumptions; for ``batch_size``, if given.
-    UserError for a strategy, a loss, a precision or a model of which nothing is known."""
-    batch, sequence = cfg.data.get("batch_size"), cfg.data.get("block_size")
-    if batch is None or sequence is None:
-        raise UserError(
-            f"mode=plan needs data.batch_size and data.block_size, the shape of a batch, and {cfg.data._target_} does "
-            "not have both; mode=fit works with any data, and logs its memory"
-        )
-    batch = batch if batch_size is None else batch_size
+def _largest(predict: Callable[[int], Any], size: int, predicted: Any, usable: float) -> int:
+    """Return the largest batch size whose peak is not above ``usable`` bytes, from the plan for one size on.
+
+    Memory grows about linearly: a line through the last two sizes predicts the largest. Every third size halves the
+    range instead, in case the line does not fit."""
+    before, peaks = 0, {0: predicted.between_steps, size: predicted.peak}
+    low, high = (size, _MAX_BATCH_SIZE + 1) if predicted.peak <= usable else (0, size)  # fits, does not fit
+    while high - low > 1:
+        slope, last = (peaks[size] - peaks[before]) / (size - before), size
+        size = (low + high) // 2
+        if slope > 0 and len(peaks) % 3 != 1:
+            size = min(max(last + int((usable - peaks[last]) // slope), low + 1), high - 1)
+        peaks[size], before = predict(size).peak, last
+        low, high = (size, high) if peaks[size] <= usable else (low, size)
+    return low
+
+
+def planned(cfg: DictConfig, options: lit_fused.PlanOptions) -> dict[str, Any]:
+    """Predict the memory of each device: GiB by phase and component, and assumptions. UserError for a strategy, a loss,
+    a precision or a model of which nothing is known."""
     options = _of_run(cfg, options)
-    notes = _left_out(cfg, options)
-    module = _module_without_memory(cfg)
-    loss, packing = module.model.loss, cfg.data.get("packing", "stream")
-    if isinstance(loss, PreferenceLoss) and loss.objective.single:
-        raise UserError(
-            f"mode=plan does not know what objective={loss.name} takes; mode=fit with callbacks=measure does"
-        )
-    answers = batch * loss.rows_together if isinstance(loss, PreferenceLoss) else None
-    rows, length = (1, answers * sequence) if answers and packing == "packed" else (answers or batch, sequence)
+    return _result(cfg, options, _predictor(cfg, options)(cfg.data.batch_size))
 
-    integers = partial(torch.empty, dtype=torch.int64, device="meta")
-    made = {key: integers(rows, length) for key in ("input_ids", "labels")}
-    if packing != "stream":  # transformers makes one for padding and for positions that begin anew
-        made["attention_mask"] = torch.empty(rows, 1, length, length, dtype=torch.bool, device="meta")
-    if answers:
-        parts = {"desirable": True, "lengths": packing == "packed", "reference_log_prob": loss.reference is None}
-        names = (name for name, is_there in parts.items() if is_there)
-        made |= {name: integers(rows, answers // rows).squeeze(1) for name in names}
-    prediction = lit_fused.plan(module, options, made)
+
+def _result(cfg: DictConfig, options: lit_fused.PlanOptions, predicted: Any) -> dict[str, Any]:
     return {
-        "batch_size": batch,
-        "block_size": sequence,
+        "batch_size": cfg.data.batch_size,
+        "block_size": cfg.data.block_size,
         "precision": cfg.precision,
         "strategy": options.spread.name,
         "compute_capability": ".".join(map(str, options.capability)),
-        "parameters": prediction.parameters,
-        "trained": prediction.trained,
+        "parameters": predicted.parameters,
+        "trained": predicted.trained,
         "phases_gib": {
             phase: {name: size / _GIB for name, size in {**peak, "total": peak.total()}.items()}
-            for phase, peak in prediction.phases.items()
+            for phase, peak in predicted.phases.items()
         },
-        "peak_gib": prediction.peak / _GIB,
-        "between_steps_gib": prediction.between_steps / _GIB,
-        "notes": notes,
+        "peak_gib": predicted.peak / _GIB,
+        "between_steps_gib": predicted.between_steps / _GIB,
+        "notes": _left_out(cfg, options),
     }
 
 
 def _of_run(cfg: DictConfig, options: lit_fused.PlanOptions) -> lit_fused.PlanOptions:
     """Return the options with those of the run."""
     devices, strategy = cfg.trainer.devices, cfg.trainer.strategy
+    if cfg.data.get("batch_size") is None or cfg.data.get("block_size") is None:
+        raise UserError(
+            f"mode=plan needs data.batch_size and data.block_size, the shape of a batch, and {cfg.data._target_} does "
+            "not have both; mode=fit works with any data, and logs its memory"
+        )
     if not isinstance(devices, int) or devices < 1:
         raise UserError(f"mode=plan needs trainer.devices as a number, got {devices!r}; give the number of GPUs")
     return replace(
@@ -110,6 +113,32 @@ def _of_run(cfg: DictConfig, options: lit_fused.PlanOptions) -> lit_fused.PlanOp
         strategy=strategy if isinstance(strategy, str) else instantiate(strategy),
         devices=devices * cfg.trainer.num_nodes,
     )
+
+
+def _predictor(cfg: DictConfig, options: lit_fused.PlanOptions) -> Callable[[int], Any]:
+    """Return the function that predicts the memory for a batch size."""
+    module = _module_without_memory(cfg)
+    batch_of = partial(_batch, module.model.loss, cfg.data.block_size, cfg.data.get("packing", "stream"))
+    return lambda size: lit_fused.plan(module, options, batch_of(size))
+
+
+def _batch(loss: Any, sequence: int, packing: str, size: int) -> dict[str, Tensor]:
+    """Return a batch without numbers, of the shape that the data would have."""
+    answers = size * loss.rows_together if isinstance(loss, PreferenceLoss) else 0
+    if isinstance(loss, PreferenceLoss) and loss.objective.single:
+        raise UserError(
+            f"mode=plan does not know what objective={loss.name} takes; mode=fit with callbacks=measure does"
+        )
+    rows, length = (1, answers * sequence) if answers and packing == "packed" else (answers or size, sequence)
+    integers = partial(torch.empty, dtype=torch.int64, device="meta")
+    made = {key: integers(rows, length) for key in ("input_ids", "labels")}
+    if packing != "stream":  # transformers makes one for padding and for positions that begin anew
+        made["attention_mask"] = torch.empty(rows, 1, length, length, dtype=torch.bool, device="meta")
+    if answers:
+        parts = {"desirable": True, "lengths": packing == "packed", "reference_log_prob": loss.reference is None}
+        names = (name for name, is_there in parts.items() if is_there)
+        made |= {name: integers(rows, answers // rows).squeeze(1) for name in names}
+    return made
 
 
 def _left_out(cfg: DictConfig, options: lit_fused.PlanOptions) -> list[str]:
@@ -151,40 +180,3 @@ def _repeat_one_number(model: nn.Module) -> None:
             is_parameter = isinstance(tensor, nn.Parameter)
             made[tensor] = nn.Parameter(repeated, tensor.requires_grad) if is_parameter else repeated
         setattr(module, name, made[tensor])
-
-
-def _fitting(cfg: DictConfig, options: lit_fused.PlanOptions, result: dict[str, Any], memory: float) -> dict[str, Any]:
-    usable, last = memory * _USABLE, result["batch_size"]
-    before, peaks = 0, {0: result["between_steps_gib"], last: result["peak_gib"]}
-    fits = peaks[last] <= usable
-    low, high = (last, _MAX_BATCH_SIZE + 1) if fits else (0, last)  # fits, does not fit
-    while high - low > 1:
-        # Memory grows about linearly: a line through the last two sizes predicts the largest. Every third size halves
-        # the range instead, in case the line does not fit.
-        slope = (peaks[last] - peaks[before]) / (last - before)
-        size = (low + high) // 2
-        if slope > 0 and len(peaks) % 3 != 1:
-            size = min(max(last + int((usable - peaks[last]) // slope), low + 1), high - 1)
-        peaks[size] = planned(cfg, options, size)["peak_gib"]
-        low, high = (size, high) if peaks[size] <= usable else (low, size)
-        before, last = last, size
-    return {"device_gib": memory, "usable_gib": usable, "fits": fits, "largest_batch_size": low}
-
-
-def _table(result: dict[str, Any]) -> Table:
-    phases = result["phases_gib"]
-    title = (
-        f"Planned peak memory of a GPU (GiB): {result['batch_size']} x {result['block_size']} tokens, "
-        f"{result['precision']}, {result['strategy']}"
-    )
-    table = Table("component", *(Column(phase, justify="right") for phase in phases), title=title)
-    components = dict.fromkeys(name for found in phases.values() for name in found if name != "total")
-    for component in (*components, "total"):
-        cells = (f"{found.get(component, 0.0):.3f}" for found in phases.values())
-        table.add_row(component, *cells, style="bold" if component == "total" else None)
-    table.add_section()
-    table.add_row("peak", f"{result['peak_gib']:.3f}", style="bold")
-    if "fits" in result:
-        table.add_row(f"of {result['device_gib']:.1f} GiB", "fits" if result["fits"] else "does not fit")
-        table.add_row("largest data.batch_size", str(result["largest_batch_size"]))
-    return table

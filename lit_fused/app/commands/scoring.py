@@ -10,8 +10,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from rich.progress import track
 
-from lit_fused.app.one_device import on_device, one_device_trainer
-from lit_fused.app.restore import restored
+from lit_fused.app.one_device import chosen_module, on_device, one_device_trainer
 from lit_fused.data import PreferenceEncoding, TokenDataModule
 from lit_fused.data.stored_scores import ScoreHeader, ScoreWriter
 from lit_fused.errors import UserError
@@ -45,8 +44,11 @@ def score(cfg: DictConfig) -> None:
         raise UserError(f"mode=score scores data that become tokens on the disk, and {type(data).__name__} are not")
     data.prepare_data()
     data.setup("fit")
-    module, name = _model(cfg)
-    module = on_device(module, trainer)
+    if "reference" in cfg.module:
+        cfg.module.reference = "stored"  # without a copy of the model
+    module = on_device(chosen_module(cfg), trainer)
+    own = getattr(module.backbone, "name_or_path", None) or f"{type(module.backbone).__name__} with random weights"
+    name = own if cfg.ckpt_path is None else str(Path(cfg.ckpt_path).absolute())
     path = Path(options.path or Path(cfg.output_dir, "scores.parquet"))
     header, tokens = write_scores(path, options, data, module, name, trainer)
     if header.k is None:
@@ -56,18 +58,6 @@ def score(cfg: DictConfig) -> None:
         what, how = f"{header.k} of {header.vocabulary:,} entries at each position", "module=distillation"
     print(f"{path}: {what}, {tokens:,} tokens, by {name}")
     print(f"Train on them: python train.py {how} data.scores={path} ... (with the same data)")
-
-
-def _model(cfg: DictConfig) -> tuple[FusedLMModule, str]:
-    """Return the model that is to be asked, and its name."""
-    if "reference" in cfg.module:
-        cfg.module.reference = "stored"  # without a copy of the model
-    if cfg.ckpt_path is not None:
-        checkpoint = Path(cfg.ckpt_path).absolute()
-        return restored(cfg, checkpoint), str(checkpoint)
-    module = instantiate(cfg.module)(instantiate(cfg.model))
-    model = module.model.transformers_model
-    return module, (model is not None and model.name_or_path) or f"{type(module.backbone).__name__} with random weights"
 
 
 def write_scores(

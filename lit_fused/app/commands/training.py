@@ -1,27 +1,23 @@
 """``mode=fit``, ``validate``, ``test``: instantiate, fit or evaluate, and report."""
 
 import math
-from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.pytorch.utilities import rank_zero_info
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from lit_fused.app.fine_tuning import kind_of_weights
+from lit_fused.app.defaults import kind_of_weights
 from lit_fused.app.loggers import recording
-from lit_fused.app.overrides import overrides_of, run_of
+from lit_fused.app.overrides import run_of
 from lit_fused.app.ranks import is_first_rank
 from lit_fused.app.reporting.finish import report
 from lit_fused.app.run_folder import metric_rows, read_run_file
-from lit_fused.callbacks import ExportPretrained, ResumeHint
+from lit_fused.callbacks import ExportPretrained
 from lit_fused.callbacks.training_progress import total_steps
 from lit_fused.errors import UserError
 from lit_fused.training import FusedLMModule
@@ -29,22 +25,21 @@ from lit_fused.training import FusedLMModule
 
 def fit(cfg: DictConfig) -> float | None:
     """Fit, validate or test, as ``cfg.mode`` says, and return the metric of a search."""
-    folder, fits = Path(cfg.output_dir), cfg.mode == "fit"
+    fits = cfg.mode == "fit"
     if not fits and cfg.ckpt_path is None and kind_of_weights(cfg) == "new":
         raise UserError(f"mode={cfg.mode} needs trained weights: ckpt_path=RUN, or model=pretrained model.path=...")
     config: Any = OmegaConf.to_container(cfg, resolve=True)
-    if is_first_rank() and cfg.ckpt_path is not None and (different := _different_data(config["data"], cfg.ckpt_path)):
-        print(f"mode={cfg.mode}: {different}")
+    if is_first_rank() and cfg.ckpt_path is not None:
+        _warn_of_other_data(config["data"], cfg.ckpt_path)
     L.seed_everything(cfg.seed, workers=True)
     trainer: L.Trainer = instantiate(cfg.trainer)
-    loss = instantiate(cfg.loss)
-    data = instantiate(cfg.data)
+    loss, data = instantiate(cfg.loss), instantiate(cfg.data)
     module = build_module(cfg, loss)
     if type(data).test_dataloader is L.LightningDataModule.test_dataloader:  # Data without a third part are tested on
         data.test_dataloader = data.val_dataloader  # the one that no weight was trained on.
         if cfg.mode == "test" or cfg.test:
             rank_zero_info("The data have no test part: the validation part is used.")
-    steps, hints = _Steps(folder), _hints(trainer, folder)
+    steps = _Steps(Path(cfg.output_dir))
     trainer.callbacks.insert(0, steps)  # type: ignore[attr-defined]  (It prints before a bar does.)
     with recording(trainer.loggers, config):
         quiet = {} if fits else {"verbose": False}  # the report prints the results
@@ -59,13 +54,8 @@ def fit(cfg: DictConfig) -> float | None:
             best = next((saver.best_model_path for saver in savers if saver.best_model_path), None)
             trainer.test(module, data, ckpt_path=trainer.strategy.broadcast(best), verbose=False)
             trainer.callback_metrics.update(measured)
-        try:
-            metrics = report(trainer, module, cfg.output_dir, HydraConfig.get().overrides.task, cfg.tags)
-        except Exception as error:  # whatever it is, the run is trained: resuming makes up for what is missing
-            for hint in hints:
-                hint.on_exception(trainer, module, error)
-            raise
-    return _metric(cfg.metric, metrics)
+        value = report(trainer, module, cfg).get(cfg.metric, math.nan)
+    return value if math.isfinite(value) else None  # A sweeper that searches says that this is no number.
 
 
 validate = test = fit
@@ -98,42 +88,18 @@ def build_module(cfg: DictConfig, loss: Any, model: nn.Module | None = None) -> 
 _INCIDENTAL = {"weights", "batch_size", "num_workers", "prepare_workers", "cache_dir", "seed"}
 
 
-def _different_data(data: dict[str, Any], checkpoint: str) -> str | None:
-    """Return a sentence on how data differ from those of a checkpoint's run; None if they do not."""
+def _warn_of_other_data(data: dict[str, Any], checkpoint: str) -> None:
+    """Print how data differ from those of a checkpoint's run, if they do: also the loss of another tokenizer's tokens
+    looks like a loss."""
     run = run_of(checkpoint)
     saved = read_run_file(run) if run else {}
-    theirs, start = (saved.get("config") or {}).get("data"), f"{saved.get('cwd')}/"
-    if not isinstance(theirs, dict):
-        return None
-    here, there = (
-        {key: str(node.get(key)).replace(start, "") for key in {**theirs, **data}} for node in (data, theirs)
-    )
-    keys = [key for key in here if key not in _INCIDENTAL and here[key] != there[key]]
-    trained_anew = data.get("tokenizer") is None and theirs.get("tokenizer") is None and "tokenizer" in data
-    own = f"; a tokenizer is trained anew on them: data.tokenizer={run}/exported is the run's" * trained_anew
-    return f"these are not the data of {run}, by data.{', data.'.join(keys[:4])}{own}" if keys else None
-
-
-def _hints(trainer: L.Trainer, run: Path) -> list[ResumeHint]:
-    """Return the callbacks that say how to resume, for which a path is enough unless an override has to be typed."""
-    hints = [c for c in trainer.callbacks if isinstance(c, ResumeHint)]  # type: ignore[attr-defined]
-    with suppress(UserError):
-        overrides_of(run)
-        for hint in hints:
-            hint.enough_in = run.absolute() / "checkpoints"
-    return hints
-
-
-def _metric(name: str | None, metrics: Mapping[str, float]) -> float | None:
-    """Return the finite metric ``name``. Without one, raise UserError for a sweeper that searches, else return None."""
-    value = metrics.get(name or "", math.nan)
-    if math.isfinite(value):
-        return value
-    hydra = HydraConfig.get()
-    if hydra.mode == RunMode.MULTIRUN and not hydra.sweeper._target_.endswith(".BasicSweeper"):
-        was = f"was {value}" if name in metrics else f"was not measured; it measured {', '.join(sorted(metrics))}"
-        raise UserError(f"the sweep goes by metric={name}, which in this run {was}")
-    return None
+    theirs, start = (saved.get("config") or {}).get("data") or data, f"{saved.get('cwd')}/"
+    pairs = {key: (data.get(key), theirs.get(key)) for key in {**theirs, **data} if key not in _INCIDENTAL}
+    keys = [key for key, values in pairs.items() if len({str(value).replace(start, "") for value in values}) > 1]
+    if keys:
+        anew = pairs.get("tokenizer") == (None, None)
+        own = f"; a tokenizer is trained anew on them: data.tokenizer={run}/exported is the run's" * anew
+        print(f"These are not the data of {run}, by data.{', data.'.join(keys[:4])}{own}")
 
 
 class _Steps(L.Callback):

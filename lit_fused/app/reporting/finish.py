@@ -4,11 +4,12 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import lightning as L
 import torch
 from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.trainer.states import TrainerFn
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
@@ -27,41 +29,23 @@ from lit_fused.callbacks.run_checkpoint import newest_checkpoint
 from lit_fused.training import FusedLMModule
 
 _PACKAGES = ("lit-fused", "torch", "lightning", "transformers", "triton", "cut-cross-entropy", "liger-kernel", "peft")
-_JUDGED = ("loss", "perplexity", "accuracy", "exact_match", "mrr", "ndcg", "recall", "coverage")
-_JUDGED += ("reward", "divergence", "teacher_nll")
+_SHOWN = re.compile(r"train/loss$|(val|test)/(?!(z|entropy)$)|throughput/(tokens_per_sec|mfu)$")
 
 
-def environment(trainer: L.Trainer, project: str) -> dict[str, str]:
-    """Return the command, versions, devices, and the commit of a git repository around ``project``."""
-    command = shlex.join([*command_line(), *HydraConfig.get().overrides.task])
-    found = {"command": command, "python": platform.python_version(), "system": platform.platform()}
-    for package in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    device = trainer.strategy.root_device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    found["devices"] = f"{trainer.world_size} x {name}"
-    with suppress(OSError, subprocess.SubprocessError):
-        describe = ["git", "-C", project, "describe", "--always", "--dirty"]
-        found["commit"] = subprocess.run(describe, capture_output=True, text=True, timeout=9, check=True).stdout.strip()
-    return found
-
-
-def write_summary(folder: str, overrides: Iterable[str], metrics: Mapping[str, float], **more: Any) -> None:
+def write_summary(folder: str, metrics: Mapping[str, float], **more: Any) -> None:
     # JSON has no NaN and no infinity.
     measured = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-    content = {**more, "overrides": [*overrides], "metrics": measured}
+    content = {**more, "metrics": measured}
     write_whole(Path(folder, "summary.json"), (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
 
 
-def report(
-    trainer: L.Trainer, module: FusedLMModule, output_dir: str, overrides: Iterable[str], tags: Sequence[Any] = ()
-) -> dict[str, float]:
+def report(trainer: L.Trainer, module: FusedLMModule, cfg: DictConfig) -> dict[str, float]:
     """Write ``summary.json`` and ``report.html``; print the results, the places of all files and what to type next.
     Return the last value of everything that was logged; of memory the largest peaks, of throughput the mean."""
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    more: dict[str, Any] = {"steps": trainer.global_step, "tags": [*tags], "tokens": 0, "samples": {}}
-    folder, exported = Path(output_dir), None
+    more: dict[str, Any] = {"status": "completed", "overrides": [*HydraConfig.get().overrides.task]}
+    more |= {"steps": trainer.global_step, "tags": [*cfg.tags], "tokens": 0, "samples": {}}
+    folder, exported = Path(cfg.output_dir), None
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, TokenThroughput):
             more["tokens"] = callback.tokens
@@ -77,15 +61,15 @@ def report(
         elif isinstance(callback, StopReport):
             more |= {"stopped_by": callback.stopped_by, "best": callback.best and callback.best._asdict()}
     if trainer.is_global_zero:
-        more |= {
-            "environment": environment(trainer, HydraConfig.get().runtime.cwd),
-            "logits_gib": module.largest_logits()[1],
-            "loss": getattr(module.model.loss, "ran", None),
-        }
-        write_summary(output_dir, overrides, metrics, status="completed", **more)
+        more |= {"environment": _environment(trainer), "logits_gib": module.largest_logits()[1]}
+        ran, impl = getattr(module.model.loss, "ran", None), cfg.loss.get("impl")
+        more["ran_as"] = ran if isinstance(impl, str) and ran != impl else None
+        write_summary(cfg.output_dir, metrics, **more)
         write_run_page(folder)
-        console = Console(highlight=False)
-        console.print(_results(metrics))
+        console, table = Console(highlight=False), Table(title="Results", show_header=False)
+        for name in sorted(filter(_SHOWN.match, metrics), key=lambda name: name.startswith("throughput")):
+            table.add_row(name, f"{metrics[name]:,.0f}" if metrics[name] >= 1000 else f"{metrics[name]:.4g}")
+        console.print(table)
         places = {"exported model": exported, "report": folder / "report.html"}
         lines = {name: os.path.relpath(place) for name, place in places.items() if place and Path(place).exists()}
         if trainer.state.fn == TrainerFn.FITTING and newest_checkpoint(trainer):
@@ -95,20 +79,23 @@ def report(
     return metrics
 
 
-def _results(metrics: Mapping[str, float]) -> Table:
-    table = Table(title="Results", show_header=False)
-    judged = [
-        name for name in metrics if name.startswith(tuple(f"{part}/{x}" for part in ("val", "test") for x in _JUDGED))
-    ]
-    for name in ("train/loss", *judged, "throughput/tokens_per_sec", "throughput/mfu"):
-        if name in metrics:
-            table.add_row(name, f"{metrics[name]:,.0f}" if metrics[name] >= 1000 else f"{metrics[name]:.4g}")
-    return table
+def _environment(trainer: L.Trainer) -> dict[str, str]:
+    """Return the command, versions, devices, and the commit of a git repository around the folder it was typed in."""
+    hydra, device = HydraConfig.get(), trainer.strategy.root_device
+    found = {"command": shlex.join([*command_line(), *hydra.overrides.task]), "python": platform.python_version()}
+    found |= {"system": platform.platform()} | {d.name: d.version for d in distributions() if d.name in _PACKAGES}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    found["devices"] = f"{trainer.world_size} x {name}"
+    with suppress(OSError, subprocess.SubprocessError):
+        describe = ["git", "-C", hydra.runtime.cwd, "describe", "--always", "--dirty"]
+        found["commit"] = subprocess.run(describe, capture_output=True, text=True, timeout=9, check=True).stdout.strip()
+    return found
 
 
 def _next_commands(trainer: L.Trainer, run: str, *, generates: bool) -> dict[str, str]:
     """Return what can be typed next, by what it does."""
-    longer = "max_epochs" if (trainer.max_epochs or -1) > 0 else "max_steps"
+    by_steps = (trainer.max_epochs or -1) < 0 or 0 <= trainer.max_steps <= trainer.global_step
+    longer = "max_steps" if by_steps else "max_epochs"
     found = {"generate": ["mode=generate", 'prompt="Once upon a time"']} if generates else {}
     tokenizer = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
     found |= {"chat": ["mode=chat"]} if getattr(tokenizer, "chat_template", None) else {}

@@ -1,11 +1,10 @@
-"""Decide the default rate and epochs of a run: of weights that have learned something already, and of recommenders.
+"""Decide what the configuration leaves open: the rate of an optimiser, how long a run is, and when it validates.
 
-Both depend on the model and the module alone, which are told by their ``_target_``. The numbers are TRL's: its
-fine-tuning takes 2e-5 by default, and its examples ten times the rate of a whole model for adapters, also for
+Rate and epochs depend on the model and the module alone, which are told by their ``_target_``. The numbers are TRL's:
+its fine-tuning takes 2e-5 by default, and its examples ten times the rate of a whole model for adapters, also for
 preferences; three epochs are transformers' default, and its examples for preferences have one.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,19 +15,16 @@ _FACTORS = {"new": 1, "pretrained": 0.02, "adapters": 0.2}  # 2e-5, 2e-4
 _FACTORS_OF_ANSWERS = {"new": 0.001, "pretrained": 0.001, "adapters": 0.01}  # 1e-6, 1e-6, 1e-5
 _OF_ANSWERS = {"FusedPreferenceModule", "FusedPolicyModule"}  # modules that compare a model's answers
 
+DEFAULT_STEPS = 250
+_SEVERAL = 20  # steps: a curve of the validation loss is worth its time
+_NO_LIMIT = (None, -1)
+_SHARES: dict[Any, float] = {1: 0.25, 2: 0.5}  # of an epoch, after which a run of few epochs validates
+
 
 def rate(of_new_weights: float | str, *, _root_: Any) -> float:
     """Return an optimiser's default rate in a configuration: ``lr: ${rate:1e-3}``."""
     factors = _FACTORS_OF_ANSWERS if _compares_answers(_root_) else _FACTORS
     return float(of_new_weights) * factors[kind_of_weights(_root_)]
-
-
-def with_rate(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration, not resolved, with the number for its optimiser's default rate."""
-    optimizer = content.get("optimizer")
-    if isinstance(optimizer, dict) and (found := re.fullmatch(r"\$\{rate:(\d[\d.e-]*)\}", str(optimizer.get("lr")))):
-        return content | {"optimizer": optimizer | {"lr": rate(found[1], _root_=content)}}
-    return content
 
 
 def default_epochs(content: Mapping[str, Any]) -> int | None:
@@ -55,6 +51,32 @@ def _compares_answers(content: Mapping[str, Any]) -> bool:
 def _name(content: Mapping[str, Any], key: str) -> str:
     node = content.get(key)
     return str(node.get("_target_")).rpartition(".")[2] if isinstance(node, Mapping) else ""
+
+
+def open_values(trainer: Mapping[str, Any], epochs: int | None = None) -> dict[str, Any]:
+    """Return values for the null settings of a trainer's node. ``epochs``: those of the run by default; None: it
+    has 250 steps by default.
+
+    A run by epochs validates after each, or within few; one by steps four times, or at its end if it has few steps.
+    Intervals in batches count through epochs, shares within one.
+    """
+    steps, passes = trainer.get("max_steps"), trainer.get("max_epochs")
+    interval, every = trainer.get("val_check_interval"), trainer.get("check_val_every_n_epoch")
+    if steps is None and passes is None:
+        passes = epochs
+    by_epochs = passes not in _NO_LIMIT
+    if steps is None:
+        steps = -1 if by_epochs else DEFAULT_STEPS
+    if interval is None:
+        batches = [steps, trainer.get("accumulate_grad_batches", 1)]
+        if every is None and not by_epochs and all(type(number) is int and number > 0 for number in batches):
+            interval = -(-steps // (1 if epochs is None and steps < _SEVERAL else 4)) * batches[1]
+        else:
+            interval = _SHARES.get(passes, 1.0) if every is None else 1.0
+    if every is None and isinstance(interval, float):
+        every = 1
+    found = {"max_steps": steps, "max_epochs": passes, "val_check_interval": interval, "check_val_every_n_epoch": every}
+    return {key: value for key, value in found.items() if key in trainer and trainer[key] != value}
 
 
 OmegaConf.register_new_resolver("rate", rate, replace=True)
