@@ -213,15 +213,8 @@ class TextEncoder(Encoder["TextEncoding"]):
     def __call__(self, documents: list[str]) -> list[Encoded]:
         slices = [[*_slices(document)] for document in documents]
         ids = chain.from_iterable(map(self._ids, _batches([*chain.from_iterable(slices)])))
-        return [self._framed([*islice(ids, len(some))]) for some in slices]
-
-    def _framed(self, parts: "list[array[int]]") -> Encoded:
-        """Return a document with what stands before and behind its text. A tokenizer of whole words encodes a special
-        token that the text spells out there as that token, which is then the only one."""
-        first, last = next(filter(len, parts), []), next(filter(len, reversed(parts)), [])
-        prefix = self.prefix if [*first[: len(self.prefix)]] != self.prefix else []
-        suffix = self.suffix if [*last[-len(self.suffix) :]] != self.suffix else []
-        return Encoded(np.concatenate([np.array(prefix, np.uint32), *parts, np.array(suffix, np.uint32)]))
+        prefix, suffix = (np.array(tokens, np.uint32) for tokens in (self.prefix, self.suffix))
+        return [Encoded(np.concatenate([prefix, *islice(ids, len(some)), suffix])) for some in slices]
 
 
 @dataclass(frozen=True)

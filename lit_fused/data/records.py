@@ -87,38 +87,19 @@ def load_records(
     UserError if there is no such file, one that cannot be read, or none of the ``columns``.
     """
     encoding = codecs.lookup(encoding).name
-    local = None if path is None else Path(path).expanduser().absolute()
     place: dict[str, Any] = {} if cache_dir is None else {"cache_dir": str(Path(cache_dir).expanduser())}
-    base = re.split(r"[\[+]", split)[0]
+    local = _STDLIB if path is None else Path(path).expanduser().absolute()
     with _explained(path), bars_in_a_terminal_alone():
-        if path is None or local is None:
-            parts = [_texts(find_files(_STDLIB, (".py",), _STDLIB_SKIPPED), max_bytes, encoding, place, skip_bad=True)]
-        elif local.is_dir() and any((local / file).is_file() for file in ("state.json", "dataset_dict.json")):
-            parts = [_saved(local, base)]
+        if any((local / file).is_file() for file in ("state.json", "dataset_dict.json")):
+            saved: Any = load_from_disk(str(local))
+            parts = [saved if isinstance(saved, Dataset) else saved[split]]
         elif local.exists():
-            suffixes = (*TEXT_SUFFIXES, *_READERS)
-            files = [local]
-            if local.is_dir():
-                files = find_files(
-                    local, tuple(suffix + packed for suffix in suffixes for packed in ("", *_COMPRESSED))
-                )
-                if not files:
-                    raise UserError(f"the folder {path} has no file that ends in {', '.join(suffixes)}")
-                files = _of_split(files, local, base)
-            parts = []
-            for suffix, group in groupby(files, key=_suffix):
-                if suffix not in _READERS:
-                    parts.append(_texts([*group], max_bytes, encoding, place))
-                    continue
-                kind, options = _READERS[suffix]
-                options = options | ({"encoding": encoding} if kind in ("json", "csv") else {})
-                data_files = {base: [glob.escape(str(file)) for file in group]}
-                parts.append(load_dataset(kind, data_files=data_files, split=split, **place, **options))
+            parts = _parts(local, split, encoding, max_bytes, place)
         elif str(path).startswith((".", "/", "~")) or local.suffix in (*TEXT_SUFFIXES, *_READERS, *_COMPRESSED):
             raise UserError(f"there is no file or folder {local}; give the path of one, or the name of a data set")
         elif streaming:
             stream = {"path": str(path), "name": name, "split": split, "revision": revision, "most": max_documents}
-            parts = [_dataset(Dataset.from_generator(_streamed, gen_kwargs=stream, **place))]
+            parts = [Dataset.from_generator(_streamed, gen_kwargs=stream, **place)]
         else:
             parts = [load_dataset(str(path), name, split=split, revision=revision, **place)]
     if columns is not None:
@@ -132,6 +113,29 @@ def load_records(
     parts = [part if is_same else part.cast(parts[0].features) for part, is_same in zip(parts, same, strict=True)]
     records = concatenate_datasets(parts)
     return records if max_documents is None else records.select(range(min(max_documents, len(records))))
+
+
+def _parts(local: Path, split: str, encoding: str, max_bytes: int | None, place: dict[str, Any]) -> list[Any]:
+    """Return the records of a file, or of a folder's files, those of one kind that follow each other together."""
+    base, files = re.split(r"[\[+]", split)[0], [local]
+    if local == _STDLIB:
+        files = find_files(local, (".py",), _STDLIB_SKIPPED)
+    elif local.is_dir():
+        suffixes = (*TEXT_SUFFIXES, *_READERS)
+        files = find_files(local, tuple(suffix + packed for suffix in suffixes for packed in ("", *_COMPRESSED)))
+        if not files:
+            raise UserError(f"the folder {local} has no file that ends in {', '.join(suffixes)}")
+        files = _of_split(files, local, base)
+    parts: list[Any] = []
+    for suffix, group in groupby(files, key=_suffix):
+        if suffix not in _READERS:
+            parts.append(_texts([*group], max_bytes, encoding, place))
+            continue
+        kind, options = _READERS[suffix]
+        options = options | ({"encoding": encoding} if kind in ("json", "csv") else {})
+        data_files = {base: [glob.escape(str(file)) for file in group]}
+        parts.append(load_dataset(kind, data_files=data_files, split=split, **place, **options))
+    return parts
 
 
 @contextmanager
@@ -156,16 +160,6 @@ def _explained(path: str | Path | None) -> Iterator[None]:
     except (DatasetNotFoundError, ConnectionError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"there is no file or folder {path}, and no data set of this name: {reason}") from error
-
-
-def _dataset(found: object) -> Dataset:
-    assert isinstance(found, Dataset)
-    return found
-
-
-def _saved(folder: Path, split: str) -> Dataset:
-    found = load_from_disk(str(folder))
-    return found if isinstance(found, Dataset) else found[split]
 
 
 def find_files(root: Path, suffixes: tuple[str, ...], skipped: frozenset[str] = frozenset()) -> list[Path]:
@@ -196,24 +190,19 @@ def _suffix(file: Path) -> str:
     return suffix if suffix in _READERS else ".txt"
 
 
-def _texts(
-    files: list[Path], max_bytes: int | None, encoding: str, place: dict[str, Any], *, skip_bad: bool = False
-) -> Dataset:
+def _texts(files: list[Path], max_bytes: int | None, encoding: str, place: dict[str, Any]) -> Any:
     named, left = [], sys.maxsize if max_bytes is None else max_bytes
     for file in files:
         size, changed = file.stat().st_size, file.stat().st_mtime_ns  # The library's cache is found by these.
         if left > 0:
             named.append((str(file), size, changed, left if size > left else None))
         left -= size
-    options = {"files": named, "encoding": encoding, "skip_bad": skip_bad}
     sizes = [min(size, DOCUMENT_BYTES) for _, size, *_ in named]
     place = {**place, "writer_batch_size": max(1, min(1000, 4 * DOCUMENT_BYTES * len(sizes) // (sum(sizes) + 1)))}
-    return _dataset(Dataset.from_generator(_documents, gen_kwargs=options, **place))
+    return Dataset.from_generator(_documents, gen_kwargs={"files": named, "encoding": encoding}, **place)
 
 
-def _documents(
-    files: list[tuple[str, int, int, int | None]], encoding: str, skip_bad: bool
-) -> Iterator[dict[str, str]]:
+def _documents(files: list[tuple[str, int, int, int | None]], encoding: str) -> Iterator[dict[str, str]]:
     """Yield the documents of text files; of one that is cut, an incomplete last character is dropped."""
     for name, _, _, most in files:
         decoder = codecs.getincrementaldecoder(encoding)()
@@ -222,8 +211,7 @@ def _documents(
                 try:
                     yield {"text": decoder.decode(content, final=is_last and most is None)}
                 except UnicodeDecodeError as error:
-                    if not skip_bad:
-                        raise UserError(f"{name} is not {encoding} ({error}); set data.encoding to its own") from error
+                    raise UserError(f"{name} is not {encoding} ({error}); set data.encoding to its own") from error
 
 
 def _pieces(stream: Any, most: int | None) -> Iterator[tuple[bytes, bool]]:
