@@ -5,43 +5,17 @@ import inspect
 import re
 import shlex
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from lit_fused.ops.user_error import UserError, check_number, check_switches, plain_number
+
 _Options = ParamSpec("_Options")
 _Result = TypeVar("_Result")
-_SWITCHES = (bool, bool | None)
 _READ_UNQUOTED = re.compile(r"(?a)[\w/:@%+.-]+( +[\w/:@%+.-]+)*")  # by Hydra, in a value
-
-
-class UserError(ValueError):
-    """An input, configuration or environment that the user can correct: what was expected, given, and what to do."""
-
-
-def check_number(
-    name: str, value: Any, words: str, fits: Callable[[Any], bool], hint: str = "", *, whole: bool = False
-) -> None:
-    """Raise UserError, "``name`` must ``words``", unless ``value`` is a number, or a whole one, that ``fits``.
-
-    A scalar of numpy or torch is a number and a bool is none; NaN fits no comparison."""
-    number = _plain(value)
-    if type(number) not in ((int,) if whole else (int, float)) or not fits(number):
-        raise UserError(f"{name} must {words}, got {value!r}{hint and f'; {hint}'}")
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if getattr(value, "ndim", None) == 0 else value
-
-
-def check_switches(hints: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Raise UserError for a value that is neither True nor False though its annotation is bool, "false" for example."""
-    for name, value in values.items():
-        kind = hints.get(name)
-        if kind in _SWITCHES and (value is not None or kind is bool) and not isinstance(_plain(value), bool):
-            raise UserError(f"{name} must be True or False, got {value!r}")
 
 
 def check_whole(name: str, value: Any, least: int) -> None:
@@ -68,7 +42,7 @@ def checked_options(
                 value = given.arguments[name]
                 if value is not None or parameters[name].default is not None:
                     check_whole(prefix + name, value, least[name])
-                    given.arguments[name] = _plain(value)
+                    given.arguments[name] = plain_number(value)
             return function(*given.args, **given.kwargs)
 
         vars(checked)["__signature__"] = signature  # by which Lightning chooses what of a checkpoint is an argument

@@ -3,7 +3,7 @@
 N tokens, D hidden, V vocabulary.
 """
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -15,12 +15,12 @@ from lit_fused.filtered.filter_schedule import FilterSchedule
 from lit_fused.filtered.filtered_hopper import FilteredHopper
 from lit_fused.filtered.filtered_logits import FilteredLogits
 from lit_fused.filtered.kept_columns import STATISTICS
+from lit_fused.ops import cross_entropy
 from lit_fused.ops.backends import chunked
+from lit_fused.ops.cross_entropy import loss_of
 from lit_fused.ops.hopper.hopper_path import HopperPath
 from lit_fused.ops.kernel_path import HeadCall, KernelPath
 from lit_fused.ops.label_checks import IGNORE_INDEX
-from lit_fused.ops.linear_cross_entropy import loss_of_rows
-from lit_fused.ops.operands import Operands, PreparedRows, kernel_path
 from lit_fused.ops.operators import one_graph_break
 from lit_fused.ops.options import LossOptions
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
@@ -70,8 +70,8 @@ def linear_cross_entropy(
             f"label_smoothing={checked.label_smoothing} their gradient is not small; lit_fused.linear_cross_entropy "
             "smooths"
         )
-    operands = Operands.here((hidden_states, weight, bias, targets, None, token_weights), checked, ignore_index)
-    return loss_of_rows(operands.checked_rows(shard, path_of=partial(_filtered_path, filter_eps)))
+    call = HeadCall.here(checked, hidden_states, weight, bias, ignore_index, shard=shard)
+    return loss_of(hidden_states, weight, bias, targets, token_weights, _filtered(call, filter_eps))
 
 
 class Filtered:
@@ -113,9 +113,8 @@ class Filtered:
             )
         else:
             checked = LossOptions(**{"reduction": "sum", **options})
-            operands = Operands.here((hidden_states, weight, bias, targets, None, token_weights), checked)
-            rows = PreparedRows(operands, shard, path_of=partial(_filtered_path, self.filter_eps))
-            loss, stats = loss_of_rows(rows)
+            call = HeadCall.here(checked, hidden_states, weight, bias, shard=shard, checked=True)
+            loss, stats = loss_of(hidden_states, weight, bias, targets, token_weights, _filtered(call, self.filter_eps))
         return loss, self.schedule.noted(stats, (targets >= 0).sum()) if is_trained else stats
 
 
@@ -128,9 +127,14 @@ def _check(filter_eps: Any) -> None:
     check_number("filter_eps", filter_eps, wanted, lambda x: 0 <= x < 1, hint)
 
 
-def _filtered_path(filter_eps: float, hidden_ND: Tensor, weight_VD: Tensor, call: HeadCall) -> KernelPath:
-    """Return the exact path for these tensors, with a filter around it where a gradient is wanted."""
-    exact = kernel_path(hidden_ND, weight_VD, call)
+def _filtered(call: HeadCall, filter_eps: float) -> HeadCall:
+    """Return the call with a filter around the exact path, where a gradient is wanted."""
     if not any(call.wanted):
-        return exact
+        return call
+    options = replace(call.options, recompute=True)
+    return replace(call, options=options, path_of=partial(_filtered_path, filter_eps), own_statistics=STATISTICS)
+
+
+def _filtered_path(filter_eps: float, hidden_ND: Tensor, weight_VD: Tensor, call: HeadCall) -> KernelPath:
+    exact = cross_entropy.exact_path(hidden_ND, weight_VD, call)
     return FilteredHopper(filter_eps) if isinstance(exact, HopperPath) else FilteredLogits(filter_eps, exact.kernels)

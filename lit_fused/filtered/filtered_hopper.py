@@ -18,11 +18,11 @@ from torch import Tensor
 
 from lit_fused.filtered import kept_columns
 from lit_fused.filtered.kept_columns import ColumnSums, KeptColumns, groups, rows_within_group
-from lit_fused.ops.chunks import TILE_ROWS, chunks
 from lit_fused.ops.hopper.hopper_path import HopperPath, HopperSums, known_factors, own_part
 from lit_fused.ops.hopper.hopper_rows import TILE_COLUMNS, PartialSums, RowFactors, empty_float32, first_rows, tiles_of
-from lit_fused.ops.hopper.numerators import Cut, Numerators
+from lit_fused.ops.hopper.numerators import Numerators
 from lit_fused.ops.kernel_path import ForwardResult, Gradients, HeadCall, Inputs, KnownRows, RowResults
+from lit_fused.ops.options import TILE_ROWS, chunks
 from lit_fused.ops.products import with_aligned_rows
 
 MIN_BLOCK_TILES = 8  # of kept columns, whatever the budget: narrower blocks are bound by their launches
@@ -53,8 +53,6 @@ class ExactRule(NamedTuple):
 class FilteredHopper(HopperPath):
     """The :class:`~lit_fused.ops.kernel_path.KernelPath` whose backward skips columns."""
 
-    own_statistics = kept_columns.STATISTICS
-
     def __init__(self, filter_eps: float, kernels: Any = None) -> None:
         super().__init__(kernels)
         self.filter_eps = filter_eps
@@ -69,15 +67,15 @@ class FilteredHopper(HopperPath):
         tokens, vocabulary, device = len(own.hidden_ND), len(own.weight_VD), own.hidden_ND.device
         results = RowResults.zeros(tokens, device, call)
         columns = ColumnSums(self.filter_eps, tokens, vocabulary, torch.float32, device)
-        size, most = kept_columns.GROUP_ROWS, self._cut(inputs, call).rows
-        cut = Cut(most // size * size or rows_within_group(most))
-        numerators = _SummedNumerators(own, call, self.kernels, cut)
+        size, most = kept_columns.GROUP_ROWS, self._chunk_rows(inputs, call)
+        chunk_rows = most // size * size or rows_within_group(most)
+        numerators = _SummedNumerators(own, call, self.kernels, chunk_rows)
         factors = RowFactors.empty(own.hidden_ND)
         work = inputs, own, numerators, None, results, factors, call
         for chunk, partial, estimates_C in self._forward_chunks(*work):
             row_C, mass_C = factors.row_N[chunk], columns.mass_N[chunk]
             small_C, of_chunk = torch.empty_like(row_C), results.of(chunk)
-            [(_, numerators_CV)] = numerators.blocks
+            numerators_CV = numerators.numerators_CV
             bounds = call.options.z_loss, kept_columns.MAX_ROW_DROPPED
             rule = ExactRule(small_C, of_chunk.nll, of_chunk.lse, columns.exact_N[chunk], *bounds)
             # A rank knows the maxima of its own tiles alone.
@@ -160,13 +158,13 @@ class FilteredHopper(HopperPath):
 class _SummedNumerators(Numerators):
     """Numerators of forward with each tile's sums of what is stored, which a softcap's derivative changes."""
 
-    def __init__(self, own: Inputs, call: HeadCall, kernels: Any, cut: Cut) -> None:
-        super().__init__(own, call, kernels, cut, stored=True)
-        sums_TC = self.room.partial.sums_TC
+    def __init__(self, own: Inputs, call: HeadCall, kernels: Any, rows: int) -> None:
+        super().__init__(own, call, kernels, rows, stored=True)
+        sums_TC = self.partial.sums_TC
         self.stored_TC = torch.empty_like(sums_TC) if call.options.softcap is not None else None
 
     def stored_sums(self, rows: int) -> Tensor:
-        return first_rows(self.room.partial.sums_TC if self.stored_TC is None else self.stored_TC, rows)
+        return first_rows(self.partial.sums_TC if self.stored_TC is None else self.stored_TC, rows)
 
     def compute(self, chunk: slice, shift_N: Tensor, *, partial_sums: bool = True, **more: Any) -> PartialSums:
         stored_TC = None if self.stored_TC is None else self.stored_sums(chunk.stop - chunk.start)

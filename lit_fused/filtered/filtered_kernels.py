@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from lit_fused.filtered.filtered_hopper import ColumnBlock, ExactRule
-from lit_fused.ops.chunks import TILE_ROWS
 from lit_fused.ops.hopper.hopper_kernels import (
     COLUMNS,
     DEPTH,
@@ -41,7 +40,7 @@ from lit_fused.ops.hopper.hopper_kernels import (
 from lit_fused.ops.hopper.hopper_rows import TILE_COLUMNS, ExactRows, PartialSums
 from lit_fused.ops.kernel_path import Inputs
 from lit_fused.ops.logits.rows_triton import NEVER
-from lit_fused.ops.options import LossOptions
+from lit_fused.ops.options import TILE_ROWS, LossOptions
 
 REST = tl.constexpr(128)  # columns of a tile in the last addition to the weight's gradient
 

@@ -14,16 +14,23 @@ from torch import Tensor
 
 from lit_fused.filtered import kept_columns
 from lit_fused.filtered.kept_columns import ColumnSums, KeptColumns, groups, rows_within_group
-from lit_fused.ops.kernel_path import ForwardResult, Gradients, HeadCall, Inputs, KnownRows, LogitsGradient, RowResults
-from lit_fused.ops.logits.logits_path import LogitsPath, LogitsSums, own_columns
+from lit_fused.ops.cross_entropy import LogitsPath, LogitsSums
+from lit_fused.ops.kernel_path import (
+    ForwardResult,
+    Gradients,
+    HeadCall,
+    Inputs,
+    KnownRows,
+    LogitsGradient,
+    RowResults,
+    own_columns,
+)
 from lit_fused.ops.logits.rows_torch import Chunk
 from lit_fused.ops.products import with_aligned_rows
 
 
 class FilteredLogits(LogitsPath):
     """The :class:`~lit_fused.ops.kernel_path.KernelPath` whose backward skips columns."""
-
-    own_statistics = kept_columns.STATISTICS
 
     def __init__(self, filter_eps: float, kernels: Any) -> None:
         super().__init__(kernels)

@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lit_fused.ops.chunks import TILE_ROWS, chunks
 from lit_fused.ops.kernel_path import HeadCall, RowResults
+from lit_fused.ops.options import TILE_ROWS, chunks
 
 # Columns are kept for a group as one. Smaller groups keep fewer columns at the same eps and have the larger error, in
 # about the same proportion; their products are small, and each gathers its own rows of the weight.

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lit_fused.heads import OutputHead
 from lit_fused.losses.loss import IGNORE_INDEX, Batch, has_shifted_labels, labels_of
+from lit_fused.ops import TokenScores, token_scores
 from lit_fused.ops.label_checks import check_integers
-from lit_fused.ops.token_scores import TokenScores, token_scores
 
 _VARIABLES = {"original_forward", "outputs", "temperature", "cast_lm_head_to_fp32", "text_config"}
 

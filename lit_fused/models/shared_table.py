@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_fused.ops.operands import leave_room
+from lit_fused.ops.kernel_path import with_padded_gradient
 
 
 class _RowsAndItems(torch.autograd.Function):
@@ -25,7 +25,7 @@ class _RowsAndItems(torch.autograd.Function):
     def backward(ctx: Any, rows: Tensor | None, items_VD: Tensor | None) -> Any:  # type: ignore[override]
         given = rows if items_VD is None else items_VD
         assert given is not None
-        total = None if items_VD is None else _with_room(items_VD)
+        total = None if items_VD is None else _within_padding(items_VD)
         if total is None:
             total = given.new_empty(ctx.shape)
             total[1:] = 0 if items_VD is None else items_VD
@@ -43,7 +43,7 @@ class _RowsAndItems(torch.autograd.Function):
         return total, None, None
 
 
-def _with_room(items_VD: Tensor) -> Tensor | None:
+def _within_padding(items_VD: Tensor) -> Tensor | None:
     """Return the gradient of a table, written around that of its items if a row is free before it, or None."""
     storage, (items, size) = items_VD.untyped_storage(), items_VD.shape
     with_free_row = (items + 1) * size * items_VD.element_size()
@@ -69,7 +69,7 @@ class SharedTable:
         if not plain or rows.grad_fn is None or rows.dtype != table.weight.dtype or rows.dtype.itemsize < 4:
             return None
         joined: Any = _RowsAndItems.apply(table.weight, rows.detach(), inputs[0])
-        self.items = leave_room(joined[1])
+        self.items = with_padded_gradient(joined[1])
         return joined[0]
 
     def __enter__(self) -> None:

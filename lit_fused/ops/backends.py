@@ -25,10 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_fused.errors import UserError
-from lit_fused.ops.linear_cross_entropy import loss_of_checked
-from lit_fused.ops.options import LossOptions
-from lit_fused.ops.vocabulary_parallel import VocabularyShard
+from .cross_entropy import loss_of
+from .kernel_path import HeadCall
+from .options import LossOptions
+from .user_error import UserError
+from .vocabulary_parallel import VocabularyShard
 
 Backend = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
 Requirement = Callable[[torch.device], str | None]  # returns what is missing on this device, or None
@@ -46,14 +47,9 @@ def chunked(
     **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Our own exact head: :func:`lit_fused.ops.linear_cross_entropy`."""
-    options.setdefault("reduction", "sum")
-    return loss_of_checked(hidden_states, weight, targets, bias, shard, _checked(**options), token_weights)
-
-
-@functools.lru_cache(maxsize=64)
-def _checked(**options: Any) -> LossOptions:
-    """Return options, checked once: a loss gives the same in every step."""
-    return LossOptions(**options)
+    checked = LossOptions(**{"reduction": "sum", **options})
+    call = HeadCall.here(checked, hidden_states, weight, bias, shard=shard, checked=True)
+    return loss_of(hidden_states, weight, bias, targets, token_weights, call)
 
 
 chunked.options = {field.name for field in fields(LossOptions)}  # type: ignore[attr-defined]
@@ -89,7 +85,7 @@ def backend_by_name(name: str) -> Backend:
             return getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as error:
             raise UserError(f"impl={name!r} cannot be imported: {error}") from error
-    from lit_fused.ops import foreign
+    from . import foreign
 
     known = dict.fromkeys(("chunked", "auto", "pytorch"), chunked) | {
         name: function

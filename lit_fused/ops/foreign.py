@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_fused.errors import UserError
-from lit_fused.ops.backends import Backend, Requirement, chunked, compiler_missing, cuda_missing, package_missing
-from lit_fused.ops.first_derivatives import FirstDerivativeOnly
-from lit_fused.ops.label_checks import IGNORE_INDEX
+from .backends import Backend, Requirement, chunked, compiler_missing, cuda_missing, package_missing
+from .first_derivatives import FirstDerivativeOnly
+from .label_checks import IGNORE_INDEX
+from .user_error import UserError
 
 _HALVES = (torch.bfloat16, torch.float16)
 

@@ -7,14 +7,8 @@ device stops the run.
 import torch
 from torch import Tensor
 
-from lit_fused.errors import UserError, check_number
-from lit_fused.ops.first_derivatives import has_tangent, refuse_forward_mode, refuse_vmap
-from lit_fused.ops.triton_available import kernels_can_be_built
-
-try:
-    from lit_fused.ops.logits.rows_triton import print_labels_out_of_range
-except ImportError:  # Triton exists for Linux only
-    print_labels_out_of_range = None
+from .triton_available import kernels_can_be_built
+from .user_error import UserError, check_number
 
 IGNORE_INDEX = -100
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -45,7 +39,9 @@ def check_range(targets: Tensor, vocabulary: int, ignore_index: int = IGNORE_IND
     in_range = ~valid | ((targets >= 0) & (targets < vocabulary))
     expected = f"labels must lie in [0, {vocabulary}) or be {ignore_index} (ignored)"
     if targets.device.type != "cpu":
-        if targets.is_cuda and print_labels_out_of_range is not None and kernels_can_be_built():
+        if targets.is_cuda and kernels_can_be_built():
+            from .logits.labels_triton import print_labels_out_of_range
+
             print_labels_out_of_range(targets.contiguous(), vocabulary, ignore_index)
         torch._assert_async(in_range.all(), expected)  # pyright: ignore[reportPrivateImportUsage]
     elif not in_range.all():
@@ -67,14 +63,6 @@ def check_inputs(
 ) -> Tensor:
     """Refuse hidden states (..., D), a weight (V, D), targets (...) below ``vocabulary``, by default V, and a bias (V,)
     that do not fit each other, and return which targets are valid (...)."""
-    if not torch.compiler.is_compiling():
-        refuse_vmap()
-        refuse_forward_mode(hidden_states, weight, bias)
-        if torch._C._is_tracing():
-            raise UserError(
-                "torch.jit.trace would record the numbers of this one batch for all others; use torch.compile or "
-                "torch.export, which keep a fused loss as one operator"
-            )
     alone = hidden_states.ndim == 1 and isinstance(targets, Tensor)  # one token without a batch
     targets = check_integers(targets[None])[0] if alone else check_integers(targets)
     if weight.ndim != 2 or not hidden_states.ndim or hidden_states.shape[-1] != weight.shape[1]:
@@ -91,21 +79,25 @@ def check_inputs(
     check_one_per_position(targets, hidden_states, "hidden states")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise UserError(f"bias of shape {tuple(bias.shape)} does not fit {weight.shape[0]} vocabulary entries")
-    tensors = {"hidden states": hidden_states, "weight": weight} | ({} if bias is None else {"bias": bias})
+    tensors = {"hidden states": hidden_states, "weight": weight}
+    if bias is not None:
+        tensors["bias"] = bias
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES or tensor.layout != torch.strided:
             raise UserError(
                 f"{name} must be a dense tensor of float64, float32, float16 or bfloat16, got {tensor.dtype} "
                 f"({tensor.layout}); convert it before"
             )
-    devices = {name: tensor.device for name, tensor in (tensors | {"labels": targets}).items()}
-    if len(set(devices.values())) > 1:
-        found = ", ".join(f"{name} on {device}" for name, device in devices.items())
+    device = hidden_states.device
+    if weight.device != device or targets.device != device or (bias is not None and bias.device != device):
+        tensors["labels"] = targets
+        found = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
         raise UserError(
             f"all tensors must be on one device, got {found}; Lightning moves a batch and its module by itself, "
             f"outside of it call .to(device) on the batch and the model"
         )
-    refuse_meta(hidden_states)
+    if hidden_states.is_meta:
+        refuse_meta(hidden_states)
     kinds = {hidden_states.dtype, weight.dtype}
     is_cast = torch.is_autocast_enabled(hidden_states.device.type) and torch.float64 not in kinds
     if len(kinds) > 1 and not is_cast:
@@ -139,7 +131,7 @@ def check_selected(selected: Tensor, targets: Tensor, vocabulary: int) -> None:
 def check_token_weights(token_weights: Tensor, hidden_states: Tensor) -> None:
     """Refuse weights of tokens unless there is one for each hidden state, and none wants a gradient."""
     check_one_per_position(token_weights, hidden_states, "hidden states", "token_weights")
-    if (token_weights.requires_grad and torch.is_grad_enabled()) or has_tangent(token_weights):
+    if token_weights.requires_grad and torch.is_grad_enabled():
         raise UserError(
             "token_weights want a gradient, and a fused loss has none for them; detach them, or multiply the losses of "
             "reduction='none' by them"

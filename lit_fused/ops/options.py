@@ -1,14 +1,19 @@
-"""The options of a loss, checked once, where they are constructed."""
+"""The options of a loss, and the chunks of logits that they ask for.
+
+The public functions have them as keywords; everything below takes the one object.
+"""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lit_fused.errors import UserError, check_number, check_switches
-from lit_fused.ops.first_derivatives import has_tangent
+from .user_error import UserError, check_number, check_switches
+from .vocabulary_parallel import VocabularyShard
 
 # The rule of each number: what it must be, whether it is, and a hint. None is allowed where it is the default.
 _NUMBERS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
@@ -19,6 +24,18 @@ _NUMBERS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
     "logits_budget_mib": ("be positive", lambda x: 0 < x < math.inf, "null lets the device decide"),
     "chunk_size": ("be a positive number of rows", lambda x: x > 0, "4096 is a usual value"),
 }
+
+# Every chunk reads and writes the whole gradient of the weight once (8 bytes per entry in float32) beside 6 C
+# operations per entry: 8 V D / bandwidth against 6 C V D / arithmetic. On an H200 (4.3 TB/s, 770 TFLOP/s) both take
+# the same time at C = 8 * 770 / (6 * 4.3) = 240, so smaller chunks are never made, whatever the budget.
+MIN_CHUNK_ROWS = 256
+
+# Products are computed in tiles of 128 rows; a chunk that is no multiple of it pays for rows that it does not have.
+TILE_ROWS = 128
+
+CPU_BUDGET_MIB = 32.0  # A CPU is as fast with small chunks as with large ones.
+LEAST_GPU_BUDGET_MIB = 448.0
+_GPU_SHARE = 0.01  # of a GPU's memory; docs/evidence/head.md compares it with smaller budgets
 
 
 @dataclass(frozen=True)
@@ -38,35 +55,77 @@ class LossOptions:
     chunk_size: int | None = None
 
     def __post_init__(self) -> None:
-        refuse_trained(self)
-        check_switches({f.name: f.type for f in fields(self)}, vars(self))
-        for name, rule in _NUMBERS.items():
-            if getattr(self, name) is not getattr(LossOptions, name):
-                check_number(name, getattr(self, name), *rule, whole=name == "chunk_size")
-        rows = self.chunk_size
-        if rows is not None and self.logits_budget_mib is not None:
-            raise UserError(
-                f"chunk_size={rows} and logits_budget_mib={self.logits_budget_mib} both set the size of a chunk of "
-                "logits; choose one of them"
-            )
-        if self.reduction not in ("mean", "sum", "none"):
-            raise UserError(f"reduction must be 'mean', 'sum' or 'none', got {self.reduction!r}")
-
-    def gradients_in_forward(self, wanted: Iterable[bool]) -> bool:
-        """Return whether an exact path makes the gradients in forward, if these are wanted."""
-        return any(wanted) and not self.recompute and self.reduction != "none"
+        # A compiler may have symbols for numbers; the operator checks the numbers that it gets.
+        if not torch.compiler.is_compiling():
+            refuse_trained(self)
+            _check(self)
 
     def changed(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, by name."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
 
-def refuse_trained(options: Any) -> None:
-    """Refuse options, fields of a dataclass, that want a gradient: it would be lost without a word."""
-    values, by_backward = {f.name: getattr(options, f.name) for f in fields(options)}, torch.is_grad_enabled()
-    trained = [n for n, v in values.items() if (by_backward and getattr(v, "requires_grad", False)) or has_tangent(v)]
-    if trained:
+@lru_cache(maxsize=256)
+def _check(options: LossOptions) -> None:
+    """Raise a UserError for an option out of its range. A training gives the same options in every step."""
+    check_switches({f.name: f.type for f in fields(options)}, vars(options))
+    for name, rule in _NUMBERS.items():
+        if getattr(options, name) is not getattr(LossOptions, name):
+            check_number(name, getattr(options, name), *rule, whole=name == "chunk_size")
+    rows = options.chunk_size
+    if rows is not None and options.logits_budget_mib is not None:
         raise UserError(
-            f"{' and '.join(trained)} wants a gradient, and a fused loss has none for it; multiply the hidden states "
-            "by a scale or an inverse temperature that is trained, and pass a number otherwise"
+            f"chunk_size={rows} and logits_budget_mib={options.logits_budget_mib} both set the size of a chunk of "
+            "logits; choose one of them"
         )
+    if options.reduction not in ("mean", "sum", "none"):
+        raise UserError(f"reduction must be 'mean', 'sum' or 'none', got {options.reduction!r}")
+
+
+def refuse_trained(options: Any) -> None:
+    """Raise a UserError for options, fields of a dataclass, that want a gradient: it would be lost without a word."""
+    for name, value in vars(options).items():
+        if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+            raise UserError(
+                f"{name} wants a gradient, and a fused loss has none for it; multiply the hidden states by a scale or "
+                "an inverse temperature that is trained, and pass a number otherwise"
+            )
+
+
+def budget_mib(device: torch.device, shard: VocabularyShard | None = None) -> float:
+    """Return the size of a chunk for a device. Ranks that divide a vocabulary cut the same chunks, whatever GPUs they
+    have."""
+    if device.type == "cpu":
+        return CPU_BUDGET_MIB
+    known = device.type == "cuda" and shard is None
+    return gpu_budget_mib(torch.cuda.get_device_properties(device).total_memory / 2**20 if known else 0.0)
+
+
+def gpu_budget_mib(memory_mib: float) -> float:
+    """Return the size of a chunk on a GPU: a share of its memory, which is the less missed the more there is."""
+    return max(_GPU_SHARE * memory_mib, LEAST_GPU_BUDGET_MIB)
+
+
+def chunk_rows(
+    tokens: int, row_bytes: float, budget_mib: float, chunk_size: int | None = None, *, tile: int = TILE_ROWS
+) -> int:
+    """Return the rows of a chunk: as many as fit the budget, at most half of the tokens (whose last tile may be
+    partly filled), and never fewer than 256; in whole tiles, and evened out. Or, in tiles of 128 rows, ``chunk_size``.
+    """
+    if chunk_size is not None:
+        return -(-max(min(chunk_size, tokens), 1) // TILE_ROWS) * TILE_ROWS
+    half = -(-tokens // (2 * tile)) * tile
+    rows = max(min(int(budget_mib * 2**20 / row_bytes), half) // tile * tile, MIN_CHUNK_ROWS)
+    count = max(-(-tokens // rows), 1)
+    return max(-(-tokens // (count * tile)) * tile, MIN_CHUNK_ROWS)
+
+
+def rows_within(budget_mib: float, row_bytes: float) -> int:
+    """Return how many rows of so many bytes fit the budget, at least one."""
+    return max(int(budget_mib * 2**20 / max(row_bytes, 1)), 1)
+
+
+def chunks(tokens: int | slice, rows: int) -> list[slice]:
+    """Return the chunks of all tokens, or of a slice of them."""
+    start, stop = (0, tokens) if isinstance(tokens, int) else (tokens.start, tokens.stop)
+    return [slice(first, min(first + rows, stop)) for first in range(start, stop, max(rows, 1))]

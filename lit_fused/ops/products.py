@@ -31,9 +31,9 @@ def with_aligned_rows(like: Tensor, rows: int, columns: int, dtype: torch.dtype 
 
 def _aligned(matrix: Tensor, dim: int) -> int:
     """Return the largest part of an extent that is a multiple of 16 bytes, or all of it where a cut gains nothing: it
-    is not contiguous, rows do not begin at such multiples, or the device is no GPU."""
+    is not contiguous, or rows do not begin at such multiples."""
     extent, unit = matrix.shape[dim], VECTOR_BYTES // matrix.itemsize
-    gains = matrix.device.type in CUT_ON and matrix.stride(dim) == 1 and matrix.stride(1 - dim) % unit == 0
+    gains = matrix.stride(dim) == 1 and matrix.stride(1 - dim) % unit == 0
     return (extent // unit * unit if gains else extent) or extent
 
 
@@ -42,7 +42,9 @@ def _in_aligned_parts(product: Product) -> Product:
 
     @wraps(product)
     def in_parts(self: Any, a: Tensor, b: Tensor, out: Tensor) -> None:
-        if (depth := _aligned(a, 1)) < a.shape[1]:
+        if out.device.type not in CUT_ON:
+            product(self, a, b, out)
+        elif (depth := _aligned(a, 1)) < a.shape[1]:
             # The few come first, so that the large sum is rounded once.
             in_parts(self, a[:, depth:], b[depth:], out)
             self.multiply_add(a[:, :depth], b[:depth], out)

@@ -4,11 +4,14 @@ import functools
 import os
 import shutil
 import warnings
+from importlib.util import find_spec
 
 
 @functools.cache
 def kernels_can_be_built() -> bool:
-    """Return whether a C compiler is there; warn once if not."""
+    """Return whether Triton, which exists for Linux only, and a C compiler are there; warn once without the latter."""
+    if find_spec("triton") is None:
+        return False
     found = bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"))
     if not found:
         warnings.warn(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lit_fused.errors import UserError
+from .user_error import UserError
 
 # The local target of a row whose target is another rank's entry: the row has no column here, but is not ignored.
 ELSEWHERE = 2**40

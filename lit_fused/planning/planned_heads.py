@@ -21,11 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lit_fused.errors import UserError
 from lit_fused.heads import probe
 from lit_fused.losses import LinearCrossEntropyLoss
-from lit_fused.ops import foreign, operands
+from lit_fused.ops import cross_entropy, foreign, kernel_path, options
 from lit_fused.ops.backends import Backend, backend_attribute, backend_name, chunked
 from lit_fused.ops.hopper import hopper_path, narrow_path
 from lit_fused.ops.kernel_path import HeadCall, KernelPath, Wanted
-from lit_fused.ops.logits import logits_path
 from lit_fused.ops.products import Products
 from lit_fused.planning.ledger import HEAD, MemoryLedger
 
@@ -65,24 +64,32 @@ def heads_of(gpu: GPU, ledger: MemoryLedger) -> Iterator[None]:
     """Let heads in the block allocate what they do on ``gpu``, and compute nothing. What the backend of a
     :class:`~lit_fused.LinearCrossEntropyLoss` allocates is entered as the output head's."""
 
-    def kernel_path(hidden_ND: Tensor, weight_VD: Tensor, call: HeadCall) -> KernelPath:
+    def exact_path(hidden_ND: Tensor, weight_VD: Tensor, call: HeadCall) -> KernelPath:
         if gpu.capability[0] == 9 and hopper_path.computes(hidden_ND, call):
             narrow = narrow_path.computes(hidden_ND)
             return (narrow_path.NarrowPath if narrow else hopper_path.HopperPath)(NoKernels())
-        return logits_path.LogitsPath(NoKernels())
+        return cross_entropy.LogitsPath(NoKernels())
+
+    def row_kernels(_: Tensor) -> NoKernels:
+        return NoKernels()
 
     def budget_mib(*_: Any) -> float:
-        return operands.gpu_budget_mib(gpu.memory_mib)
+        return options.gpu_budget_mib(gpu.memory_mib)
 
-    def rows_of(valid_N: Tensor) -> Tensor:
+    def indices_of(valid_N: Tensor) -> Tensor:
         return torch.arange(len(valid_N))  # All may be valid.
 
     def backend_on(loss: LinearCrossEntropyLoss, _: torch.device) -> Backend:
         return planned_backend(loss.backend, ledger)
 
     with ExitStack() as patches:
-        for function in (kernel_path, budget_mib, rows_of):
-            patches.enter_context(mock.patch.object(operands, function.__name__, function))
+        for room, function in (
+            (cross_entropy, exact_path),
+            (cross_entropy, row_kernels),
+            (kernel_path, budget_mib),
+            (kernel_path, indices_of),
+        ):
+            patches.enter_context(mock.patch.object(room, function.__name__, function))
         patches.enter_context(mock.patch.object(LinearCrossEntropyLoss, "backend_on", backend_on))
         patches.enter_context(mock.patch.object(probe, "PLAIN_WEIGHTS", (*probe.PLAIN_WEIGHTS, FakeTensor)))
         yield

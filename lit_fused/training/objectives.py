@@ -21,7 +21,7 @@ from lit_fused.objectives import PreferenceLoss
 from lit_fused.objectives.distillation import NO_TEACHER, DistillationLoss, teacher_head
 from lit_fused.objectives.policy_loss import PolicyLoss
 from lit_fused.objectives.preference_loss import log_probs
-from lit_fused.ops.linear_distillation import check_vocabularies
+from lit_fused.ops.teacher import check_vocabularies
 from lit_fused.training.frozen import FrozenModel
 from lit_fused.training.module import FusedCausalLMModule
 

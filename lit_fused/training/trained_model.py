@@ -25,7 +25,7 @@ from lit_fused.models.hub import auto_class
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.load import grow_vocabulary, is_deferred, materialize, origin_of
 from lit_fused.models.tokenizer_fit import fit_vocabulary
-from lit_fused.ops.chunks import MIN_CHUNK_ROWS
+from lit_fused.ops.options import MIN_CHUNK_ROWS
 from lit_fused.parallel import Placement, are_finite, local, placement_of
 from lit_fused.parallel.checkpoint import check_same_model, read_checkpoint, shapes_of
 from lit_fused.training.average import TokenAverage

@@ -22,9 +22,8 @@ from torchrun import call as call_in_processes
 from lit_fused.errors import UserError
 from lit_fused.filtered import kept_columns
 from lit_fused.filtered import linear_cross_entropy as filtered
-from lit_fused.ops import linear_cross_entropy, linear_cross_entropy_reference
+from lit_fused.ops import cross_entropy, linear_cross_entropy, linear_cross_entropy_reference
 from lit_fused.ops.kernel_path import HeadCall, RowResults, Wanted
-from lit_fused.ops.logits import logits_path
 from lit_fused.ops.options import LossOptions
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
@@ -515,7 +514,7 @@ def test_where_ignored_tokens_stay_in_their_group_the_bound_counts_the_valid_one
     gradient_CV[:2] = 0.2 * 0.5 / (v - 2)
     gradient_CV[:2, 7], gradient_CV[:2, 8] = -0.5, 0.4
     wanted = Wanted(hidden=True, weight=True, bias=False)
-    call = HeadCall(LossOptions(), v, torch.float32, torch.float32, wanted, budget_mib=1.0)
+    call = HeadCall(LossOptions(), -100, torch.float32, wanted, vocabulary=v, budget_mib=1.0)
     results = RowResults.zeros(GROUP, gradient_CV.device, call)
     results.nll[:2] = math.log(2)
     columns = kept_columns.ColumnSums(EPS, GROUP, v, torch.float32, gradient_CV.device)
@@ -535,7 +534,7 @@ def test_the_kernels_of_rows_filter_groups_with_ignored_tokens_in_them(feature, 
     pytest.importorskip("triton", reason="Triton exists for Linux only")
     from lit_fused.ops.logits.rows_triton import TritonRows
 
-    monkeypatch.setattr(logits_path, "row_kernels", lambda hidden: TritonRows())
+    monkeypatch.setattr(cross_entropy, "row_kernels", lambda hidden: TritonRows())
     options = FEATURES[feature] | {"reduction": reduction}
     tensors, targets = trained(dtype=torch.float32, **FEATURES[feature])
     targets[:GROUP] = -100  # a group without a token

@@ -16,7 +16,7 @@ from lit_fused.planning.planned_heads import NoKernels
 )
 def test_on_hopper_a_block_of_kept_columns_fits_the_budget_or_is_the_narrowest(tokens, size, vocabulary, budget):
     options = LossOptions(reduction="sum")
-    call = HeadCall(options, vocabulary, torch.bfloat16, torch.bfloat16, Wanted(True, True, False), budget)
+    call = HeadCall(options, -100, torch.bfloat16, Wanted(True, True, False), vocabulary=vocabulary, budget_mib=budget)
     hidden, weight = (torch.empty(n, size, dtype=torch.bfloat16, device="meta") for n in (tokens, vocabulary))
     blocks = filtered_hopper._KeptBlocks(Inputs(hidden, weight, None, hidden[:, 0]), call, NoKernels(), tokens)
     planned = blocks.width

@@ -18,22 +18,21 @@ import torch.distributed as dist
 from distillation_cases import LOSSES, answer
 from distillation_cases import case as distillation_case
 from head_cases import fused, make, run, scored
+from kernels_of import kernels_of
 from torch._C._distributed_c10d import HashStore
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from lit_fused.ops import linear_cross_entropy, linear_distillation, token_scores
-from lit_fused.ops.hopper import hopper_path, narrow_path
 from lit_fused.ops.hopper.hopper_rows import GROUP_TILES, TILE_COLUMNS
-from lit_fused.ops.logits import logits_path
-from lit_fused.ops.logits.rows_triton import TritonRows, print_labels_out_of_range
+from lit_fused.ops.logits.labels_triton import print_labels_out_of_range
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
 OF_WAY = {
     "hopper": ["ops.hopper.hopper_kernels", "filtered.filtered_kernels"],
     "narrow": ["ops.hopper.narrow_kernels"],
-    "logits": ["ops.logits.rows_triton", "ops.logits.divergence_triton"],
+    "logits": ["ops.logits.rows_triton", "ops.logits.labels_triton", "ops.logits.divergence_triton"],
 }
 FEATURES: list[dict[str, Any]] = [
     {},
@@ -114,21 +113,18 @@ def main() -> None:
     driver.set_active(card)
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     JITFunction.run = compile_only
-    logits_path.row_kernels = lambda hidden: TritonRows()
     for way in ways:
-        hopper_path.supports = lambda hidden, weight, call, way=way: (
-            way != "logits" and hopper_path.computes(hidden, call)
-        )
-        narrow_path.LARGEST_HIDDEN = 128 if way == "narrow" else 0
-        heads(way, torch.bfloat16)
+        with kernels_of(way):
+            heads(way, torch.bfloat16)
     if "logits" in ways:
-        print_labels_out_of_range(torch.zeros(300, dtype=torch.int64), 1000, -100)
-        for dtype in (torch.float16, torch.float32):
-            heads("logits", dtype)
-        for loss in LOSSES.values():
-            for head in ("plain", "everything"):
-                tensors, targets, teacher, options = distillation_case(head, torch.bfloat16, n=40)
-                answer(linear_distillation, tensors, targets, teacher, **options, **loss)
+        with kernels_of("logits"):
+            print_labels_out_of_range(torch.zeros(300, dtype=torch.int64), 1000, -100)
+            for dtype in (torch.float16, torch.float32):
+                heads("logits", dtype)
+            for loss in LOSSES.values():
+                for head in ("plain", "everything"):
+                    tensors, targets, teacher, options = distillation_case(head, torch.bfloat16, n=40)
+                    answer(linear_distillation, tensors, targets, teacher, **options, **loss)
     launched = [name for way in ways for name in launched_of(way)]
     print(json.dumps({"launched": launched, "compiled": compiled}))
 

@@ -2,9 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
 
-from lit_fused.ops.hopper import hopper_path, narrow_path
-from lit_fused.ops.logits import logits_path
+from torch import Tensor
+
+from lit_fused.ops import cross_entropy
+from lit_fused.ops.hopper.hopper_path import HopperPath
+from lit_fused.ops.hopper.narrow_path import NarrowPath
+from lit_fused.ops.kernel_path import HeadCall, KernelPath
 
 
 @contextmanager
@@ -15,11 +20,13 @@ def kernels_of(way: str) -> Iterator[None]:
         return
     from lit_fused.ops.logits.rows_triton import TritonRows
 
-    own = logits_path.row_kernels, hopper_path.supports, narrow_path.LARGEST_HIDDEN
-    logits_path.row_kernels = lambda hidden: TritonRows()
-    hopper_path.supports = lambda hidden, weight, call: way != "logits"
-    narrow_path.LARGEST_HIDDEN = 128 if way == "narrow" else 0
-    try:
+    def exact_path(hidden_ND: Tensor, weight_VD: Tensor, call: HeadCall) -> KernelPath:
+        if way == "logits" or not len(hidden_ND):
+            return cross_entropy.LogitsPath(TritonRows())
+        return NarrowPath() if way == "narrow" and hidden_ND.shape[1] <= 128 else HopperPath()
+
+    with (
+        mock.patch.object(cross_entropy, "exact_path", exact_path),
+        mock.patch.object(cross_entropy, "row_kernels", return_value=TritonRows()),
+    ):
         yield
-    finally:
-        logits_path.row_kernels, hopper_path.supports, narrow_path.LARGEST_HIDDEN = own

@@ -179,7 +179,7 @@ def test_weights_of_tokens_that_want_a_gradient_are_still_refused():
 def test_operators_pass_the_checks_of_torch():
     hidden, weight, bias, targets = operands(6, dtype=torch.float32)
     options = (1.0, None, 0.0, 0.0, "mean", True, False, False, None, None, None)
-    given = (hidden, weight, bias, targets, None, None, -100, torch.float32, [True] * 3, *options)
+    given = (hidden, weight, bias, targets, None, -100, False, torch.float32, [True] * 3, *options)
     for name in ("linear_cross_entropy", "token_scores"):
         torch.library.opcheck(getattr(torch.ops.lit_fused, name).default, given)
 

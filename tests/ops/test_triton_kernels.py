@@ -4,6 +4,7 @@ The interpreter has no bfloat16 products. In float32 the algorithm has to be rig
 """
 
 import math
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from distillation_cases import LOSSES as DIVERGENCES
 from distillation_cases import answer, in_float64
 from distillation_cases import case as distillation_case
 from head_cases import FEATURES, NAMES, choice, error, fused, grad_of, make, run, scored
+from kernels_of import kernels_of
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
@@ -26,9 +28,7 @@ from lit_fused.ops import (
     token_scores_reference,
     triton_available,
 )
-from lit_fused.ops.hopper import hopper_path, hopper_rows, narrow_path, numerators
-from lit_fused.ops.logits import logits_path
-from lit_fused.ops.logits.rows_triton import TritonRows
+from lit_fused.ops.hopper import hopper_path, hopper_rows, narrow_path
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels are compiled: test_gpu.py"),
@@ -39,16 +39,15 @@ WAYS = ["hopper", "narrow", "logits"]
 
 
 @pytest.fixture
-def kernels_on_cpu(monkeypatch, request):
+def kernels_on_cpu(monkeypatch):
     """Send every call through one way and its kernels."""
+    with ExitStack() as stack:
 
-    def through(way: str) -> None:
-        monkeypatch.setattr(hopper_path, "supports", lambda hidden, weight, call: way != "logits")
-        monkeypatch.setattr(narrow_path, "LARGEST_HIDDEN", 128 if way == "narrow" else 0)
-        monkeypatch.setattr(logits_path, "row_kernels", lambda hidden: TritonRows())
-        monkeypatch.setattr(products, "CUT_ON", ("cpu",))  # as on a GPU
+        def through(way: str) -> None:
+            stack.enter_context(kernels_of(way))
+            monkeypatch.setattr(products, "CUT_ON", ("cpu",))  # as on a GPU
 
-    return through
+        yield through
 
 
 def features(way: str):
@@ -116,45 +115,6 @@ def test_loss_statistics_and_gradients_are_exact_to_float32(way, feature, reduct
         assert error(found[1][name], value) < 16 * epsilon, name
     for ours, theirs in zip(found[2], truth[2], strict=True):
         assert error(ours, theirs) < 32 * epsilon
-
-
-@pytest.mark.parametrize(
-    ("tokens", "chunks", "recompute"),
-    [
-        (300, [300], False),
-        pytest.param(640, [384, 256], False, marks=pytest.mark.slow),
-        pytest.param(640, [384, 256], True, marks=pytest.mark.slow),
-    ],
-)
-def test_numerators_in_the_memory_of_the_weights_gradient_are_exact_to_float32(
-    tokens, chunks, recompute, kernels_on_cpu, monkeypatch
-):
-    cuts = []
-
-    def cut(*arguments):
-        cuts.append(numerators.Cut.of(*arguments))
-        return cuts[-1]
-
-    monkeypatch.setattr(hopper_path, "Cut", type("Recorded", (numerators.Cut,), {"of": staticmethod(cut)}))
-    options = features("hopper")["everything"]
-    tensors, targets = make(tokens, d=384, v=1101, dtype=torch.float32, bias=True)
-    tensors = [tensors[0].detach() / 5, *tensors[1:]]
-    truth = exact(tensors, targets, **options)
-    kernels_on_cpu("hopper")
-    found = run(linear_cross_entropy, tensors, targets, recompute=recompute, logits_budget_mib=2, **options)
-    assert [cuts[-1].first, *[cuts[-1].rows] * (len(chunks) - 1)] == chunks
-    assert len(cuts[-1].starts) > 1
-    epsilon = torch.finfo(torch.float32).eps
-    assert error(found[0], truth[0]) < 8 * epsilon
-    for ours, theirs in zip(found[2], truth[2], strict=True):
-        assert error(ours, theirs) < 32 * epsilon
-    selected, wide = choice(targets, 1101), [t.detach().double() for t in tensors]
-    if recompute:
-        of_head = {name: options[name] for name in ("bias", "scale", "softcap")}
-        _, expected = scored(token_scores_reference, wide, targets, selected, **of_head)
-        _, scores = scored(token_scores, tensors, targets, selected, logits_budget_mib=2, **of_head)
-        for ours, theirs in zip(scores, expected, strict=True):
-            assert error(ours, theirs) < 64 * epsilon
 
 
 SCORED = [

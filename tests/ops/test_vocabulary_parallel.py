@@ -273,9 +273,7 @@ def test_in_float32_confident_rows_are_as_near_to_float64_as_those_of_the_whole(
 def test_ranks_with_unequal_parts_of_a_vocabulary_cut_the_same_chunks(monkeypatch):
     monkeypatch.setattr(narrow_path, "LONGEST_SUM", 10)
     shard: Any = SimpleNamespace(largest=60)
-    call = HeadCall(
-        LossOptions(), 97, torch.bfloat16, torch.bfloat16, Wanted(True, True, False), budget_mib=1, shard=shard
-    )
+    call = HeadCall(LossOptions(), -100, torch.bfloat16, Wanted(True, True, False), budget_mib=1, shard=shard)
     rows = set()
     for entries in SPLITS["uneven"]:
         own = Inputs(torch.zeros(5000, 16), torch.zeros(entries, 16), None, torch.zeros(5000, dtype=torch.int64))

@@ -22,7 +22,7 @@ from lit_fused.errors import UserError
 from lit_fused.heads import peft_model
 from lit_fused.models.load import places_of
 from lit_fused.objectives import PreferenceLoss
-from lit_fused.ops.operands import LEAST_GPU_BUDGET_MIB
+from lit_fused.ops.options import LEAST_GPU_BUDGET_MIB
 
 _GIB = 2**30
 _USABLE = 0.95  # The rest is for the CUDA context, the kernels and fragmentation.

@@ -21,13 +21,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lit_fused.ops.chunks import TILE_ROWS
-from lit_fused.ops.hopper import hopper_path
-from lit_fused.ops.hopper.hopper_rows import GROUP_TILES, TILE_COLUMNS, ExactRows, PartialSums, RowFactors
-from lit_fused.ops.kernel_path import Inputs, RowResults
-from lit_fused.ops.logits.rows_triton import NEVER, scale_unless_one_, tanh
-from lit_fused.ops.options import LossOptions
-from lit_fused.ops.products import Products
+from ..kernel_path import Inputs, RowResults
+from ..logits.rows_triton import NEVER, scale_unless_one_, tanh
+from ..options import TILE_ROWS, LossOptions
+from ..products import Products
+from . import hopper_rows
+from .hopper_rows import GROUP_TILES, TILE_COLUMNS, ExactRows, PartialSums, RowFactors
 
 TILE_DEPTH = 64
 ROWS, COLUMNS = tl.constexpr(TILE_ROWS), tl.constexpr(TILE_COLUMNS)
@@ -40,7 +39,7 @@ FEW, MANY = tl.constexpr(4), tl.constexpr(8)  # tokens of a target in the first 
 PRODUCT = {"num_warps": 8, "num_stages": 3}
 
 LN_2 = tl.constexpr(math.log(2))
-MAX_EXCESS = tl.constexpr(hopper_path.MAX_EXCESS)
+MAX_EXCESS = tl.constexpr(hopper_rows.MAX_EXCESS)
 
 
 def head_of(bias_V: Tensor | None, options: LossOptions) -> tuple[Tensor | float | None, ...]:

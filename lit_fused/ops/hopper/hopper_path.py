@@ -21,7 +21,7 @@ exchanged, and the logit of the target, which one rank has.
 This file, ``hopper_rows`` and ``numerators`` allocate, the kernels write: without kernels the path still allocates what
 it does on a GPU.
 
-B block of columns, C chunk, D hidden, F frequent targets, N tokens, R ranks, T tiles, V vocabulary. Logits are in units
+C chunk, D hidden, F frequent targets, N tokens, R ranks, T tiles, V vocabulary. Logits are in units
 of log 2, for exp2.
 """
 
@@ -33,9 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lit_fused.ops.hopper.hopper_rows import GROUP_TILES, ExactRows, PartialSums, RowFactors, empty_float32
-from lit_fused.ops.hopper.numerators import Cut, Numerators, RowSums, Sizes, chosen_columns
-from lit_fused.ops.kernel_path import (
+from ..kernel_path import (
     ForwardResult,
     Gradients,
     GradientSums,
@@ -44,20 +42,19 @@ from lit_fused.ops.kernel_path import (
     KernelPath,
     KnownRows,
     RowResults,
+    own_columns,
     write_chosen,
 )
-from lit_fused.ops.logits.logits_path import own_columns
-from lit_fused.ops.triton_available import kernels_can_be_built
-from lit_fused.ops.vocabulary_parallel import VocabularyShard
+from ..triton_available import kernels_can_be_built
+from ..vocabulary_parallel import VocabularyShard
+from .hopper_rows import GROUP_TILES, MAX_EXCESS, ExactRows, PartialSums, RowFactors, empty_float32
+from .numerators import Numerators, RowSums, rows_of_chunk
 
 # dW in bfloat16 is rounded once per chunk. For up to this many its error is below that of the standard head, which
 # rounds its logits; for more, sums are kept in float32.
 MAX_BFLOAT16_CHUNKS = 24
 WAVE = 0.9  # of the multiprocessors, to be worth a product of its own
 ROWS_WITHOUT_GRADIENT = 4096  # no chunk of V columns is stored: the L2 cache bounds the rows, not memory
-# A tile in which a logit exceeds the row's shift by more than this many powers of two takes a shift of its own. A row's
-# sum then stays below 2^(40 + 20) for any vocabulary below 2^20, far from float32's 2^127 even after a product.
-MAX_EXCESS = 40.0
 
 
 def supports(hidden_ND: Tensor, weight_VD: Tensor, call: HeadCall) -> bool:
@@ -107,7 +104,7 @@ class HopperPath(KernelPath):
         super().__init__(self._own_kernels() if kernels is None else kernels)
 
     def _own_kernels(self) -> Any:
-        from lit_fused.ops.hopper.hopper_kernels import HopperKernels
+        from .hopper_kernels import HopperKernels
 
         return HopperKernels()
 
@@ -117,7 +114,7 @@ class HopperPath(KernelPath):
         if call.gradients_in_forward:
             numerators, sums = self._gradients_begun(inputs, own, call)
         else:
-            numerators, sums = Numerators(own, call, self.kernels, Cut(ROWS_WITHOUT_GRADIENT), stored=False), None
+            numerators, sums = Numerators(own, call, self.kernels, ROWS_WITHOUT_GRADIENT, stored=False), None
         factors = RowFactors.empty(inputs.hidden_ND)
         for chunk, *_ in self._forward_chunks(inputs, own, numerators, factor_N, results, factors, call):
             if sums is not None:
@@ -139,8 +136,7 @@ class HopperPath(KernelPath):
             if chosen is not None:
                 columns_CK = own_columns(chosen.entries_NK[chunk], inputs, call)
                 columns_CK = columns_CK.masked_fill(columns_CK == own.targets_N[chunk, None], -1)  # it is apart
-                for columns, numerators_CB in numerators.blocks:
-                    write_chosen(numerators_CB, columns_CK - columns.start, chosen.gradient_NK[chunk])
+                write_chosen(numerators.numerators_CV, columns_CK, chosen.gradient_NK[chunk])
             sums.add(chunk, numerators, factors)
         return sums.finish_with(factors)
 
@@ -155,19 +151,15 @@ class HopperPath(KernelPath):
 
     def _gradients_begun(self, inputs: Inputs, own: Inputs, call: HeadCall) -> tuple[Numerators, "ChunkSums"]:
         """Return where the numerators of each chunk will be stored, and the gradients to which they are carried."""
-        cut = self._cut(inputs, call)
-        additions = -(-len(own.hidden_ND) // cut.rows)
-        if call.wanted.weight:
-            cut = self._cut(inputs, call, gradient_dtype(call, additions).itemsize)
-        sums = ChunkSums(own, call, self.kernels, additions)
-        return Numerators(own, call, self.kernels, cut, stored=True, gradient_VD=sums.weight_VD), sums
+        rows = self._chunk_rows(inputs, call)
+        sums = ChunkSums(own, call, self.kernels, additions=-(-len(own.hidden_ND) // rows))
+        return Numerators(own, call, self.kernels, rows, stored=True), sums
 
-    def _cut(self, inputs: Inputs, call: HeadCall, gradient_bytes: int = 0) -> Cut:
-        """Return the chunks, which all ranks have to share."""
-        tokens, hidden_size = inputs.hidden_ND.shape
+    def _chunk_rows(self, inputs: Inputs, call: HeadCall) -> int:
+        """Return the rows of a chunk, which all ranks have to share."""
         largest = len(inputs.weight_VD) if call.shard is None else call.shard.largest
-        sizes = Sizes.of(hidden_size, largest, call, gradient_bytes)
-        return Cut.of(tokens, sizes, call.budget_mib, call.options.chunk_size)
+        tokens, hidden_size = inputs.hidden_ND.shape
+        return rows_of_chunk(tokens, hidden_size, largest, call)
 
     def _forward_chunks(
         self,
@@ -205,7 +197,7 @@ class HopperPath(KernelPath):
             )
             if results.top1 is not None:
                 results.top1[chunk] = partial.top1(inputs.targets_N[chunk], logits_C, call.shard)
-            numerators.unify(chunk, partial, logits_C)
+            numerators.unify(partial, logits_C)
             yield chunk, partial, logits_C
 
 
@@ -292,25 +284,22 @@ class ChunkSums(HopperSums):
 
     def add(self, chunk: slice, numerators: Numerators, factors: RowFactors) -> None:
         (hidden_ND, weight_VD, _, targets_N), of_chunk = self.inputs, factors.of(chunk)
-        blocks, rows = numerators.blocks, chunk.stop - chunk.start
-        product_CD, scaled_CD = (part_RD[:rows] for part_RD in numerators.room[2:])
+        numerators_CV, rows = numerators.numerators_CV, chunk.stop - chunk.start
+        product_CD, scaled_CD = numerators.product_RD[:rows], numerators.scaled_RD[:rows]
         if self.hidden_ND is not None:
-            for columns, numerators_CB in blocks:
-                multiply = self.kernels.multiply_add if columns.start else self.kernels.multiply
-                for part in self._in_whole_waves(rows):
-                    multiply(numerators_CB[part], weight_VD[columns], product_CD[part])
+            for part in self._in_whole_waves(rows):
+                self.kernels.multiply(numerators_CV[part], weight_VD, product_CD[part])
         if self.bias_V is not None:
-            for columns, numerators_CB in blocks:
-                self.kernels.add_columns(numerators_CB, of_chunk.row_N, self.bias_V[columns])
+            self.kernels.add_columns(numerators_CV, of_chunk.row_N, self.bias_V)
         if self.weight_VD is not None:
             if self.hidden_ND is not None and not len(scaled_CD):
                 scaled_CD = self.hidden_ND[chunk]
             self.kernels.scale_rows(hidden_ND[chunk], of_chunk.row_N, self.scale, scaled_CD)
             add = self.kernels.multiply if chunk.start == 0 else self.kernels.multiply_add
             if self.frequent is not None:
-                add(chosen_columns(blocks, self.frequent.rows_F).T, scaled_CD, self.frequent.sums_FD)
-            for columns, numerators_CB in reversed(blocks):
-                add(numerators_CB.T, scaled_CD, self.weight_VD[columns])
+                of_frequent_CF = numerators_CV.index_select(1, self.frequent.rows_F)
+                add(of_frequent_CF.T, scaled_CD, self.frequent.sums_FD)
+            add(numerators_CV.T, scaled_CD, self.weight_VD)
         if self.hidden_ND is not None:
             out_CD = self.hidden_ND[chunk]
             self.kernels.finish_hidden(product_CD, weight_VD, targets_N[chunk], of_chunk, self.scale, out_CD)

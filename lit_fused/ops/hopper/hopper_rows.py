@@ -3,19 +3,23 @@
 C chunk, D hidden, F frequent targets, N tokens, T tiles, V vocabulary. Logits are in units of log 2.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lit_fused.ops.logits.rows_of_ranks import top1_of_ranks
-from lit_fused.ops.vocabulary_parallel import VocabularyShard
+from ..logits.rows_of_ranks import top1_of_ranks
+from ..vocabulary_parallel import VocabularyShard
 
 TILE_COLUMNS = 256
 GROUP_TILES = 1024  # that are joined first, so that a row of many is not walked by one program
 FREQUENT_ROWS = 256  # of dW in float32: 64 leave 10 % more error, 1024 take away 3 %
+
+PART_ROWS = 64  # of hidden states, which a program of ``narrow_path`` multiplies by its part of the vocabulary
+# A tile in which a logit exceeds the row's shift by more than this many powers of two takes a shift of its own. A row's
+# sum then stays below 2^(40 + 20) for any vocabulary below 2^20, far from float32's 2^127 even after a product.
+MAX_EXCESS = 40.0
 
 
 def tiles_of(vocabulary: int) -> int:
@@ -52,10 +56,11 @@ class PartialSums(NamedTuple):
     places_TC: Tensor | None = None  # int32, the first column of the maximum
 
     @classmethod
-    def empty(cls, tiles: int, rows: int, like: Tensor, *, dots: bool = True) -> "PartialSums":
+    def empty(cls, tiles: int, rows: int, like: Tensor, *, dots: bool = True, places: bool = False) -> "PartialSums":
         maxima_TC, sums_TC = (empty_float32(tiles, rows, like=like) for _ in range(2))
         dots_TC = empty_float32(tiles, rows, like=like) if dots else None
-        return cls(maxima_TC, sums_TC, dots_TC, empty_float32(rows, like=like))
+        places_TC = torch.empty(tiles, rows, dtype=torch.int32, device=like.device) if places else None
+        return cls(maxima_TC, sums_TC, dots_TC, empty_float32(rows, like=like), places_TC)
 
     def in_groups(self) -> "PartialSums":
         """Return uninitialised sums of groups of tiles, with the same final shifts."""
@@ -65,19 +70,11 @@ class PartialSums(NamedTuple):
 
     def of(self, rows: int) -> "PartialSums":
         """Return the same memory for a chunk of fewer rows."""
-        return self._each(lambda part_TC: first_rows(part_TC, rows))._replace(shifts_C=self.shifts_C[:rows])
-
-    def of_columns(self, columns: slice) -> "PartialSums":
-        """Return views of the tiles of a block of columns."""
-        tiles = slice(columns.start // TILE_COLUMNS, tiles_of(columns.stop))
-        if tiles == slice(0, len(self.sums_TC)):
-            return self
-        return self._each(lambda part_TC: part_TC[tiles])
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "PartialSums":
-        dots_TC = None if self.dots_TC is None else change(self.dots_TC)
-        places_TC = None if self.places_TC is None else change(self.places_TC)
-        return PartialSums(change(self.maxima_TC), change(self.sums_TC), dots_TC, self.shifts_C, places_TC)
+        maxima_TC, sums_TC, dots_TC, shifts_C, places_TC = self
+        of_rows = [None if part is None else first_rows(part, rows) for part in (dots_TC, places_TC)]
+        return PartialSums(
+            first_rows(maxima_TC, rows), first_rows(sums_TC, rows), of_rows[0], shifts_C[:rows], of_rows[1]
+        )
 
     def top1(self, targets_C: Tensor, target_logits_C: Tensor, shard: VocabularyShard | None) -> Tensor:
         """Return the entry of each row's largest logit, -1 where the target is negative."""

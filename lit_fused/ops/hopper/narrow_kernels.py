@@ -9,8 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_fused.ops.hopper import narrow_path
-from lit_fused.ops.hopper.hopper_kernels import (
+from ..kernel_path import Inputs
+from ..logits.rows_triton import NEVER
+from ..options import LossOptions
+from .hopper_kernels import (
     MAX_EXCESS,
     HopperKernels,
     cap_derivative,
@@ -19,13 +21,10 @@ from lit_fused.ops.hopper.hopper_kernels import (
     logits_of_products,
     slots_and_sums,
 )
-from lit_fused.ops.hopper.hopper_rows import ExactRows, PartialSums
-from lit_fused.ops.kernel_path import Inputs
-from lit_fused.ops.logits.rows_triton import NEVER
-from lit_fused.ops.options import LossOptions
+from .hopper_rows import PART_ROWS, ExactRows, PartialSums
 
 # Tiles of both kernels, of tokens and entries: two programs of four warps share a multiprocessor.
-ROWS, COLUMNS = tl.constexpr(narrow_path.PART_ROWS), tl.constexpr(128)
+ROWS, COLUMNS = tl.constexpr(PART_ROWS), tl.constexpr(128)
 TOKENS, ENTRIES = tl.constexpr(128), tl.constexpr(64)
 
 

@@ -16,18 +16,17 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_fused.ops.chunks import MIN_CHUNK_ROWS
-from lit_fused.ops.hopper.hopper_path import HopperPath, HopperSums, known_factors, own_part
-from lit_fused.ops.hopper.hopper_rows import PartialSums, RowFactors, empty_float32
-from lit_fused.ops.hopper.numerators import RowSums
-from lit_fused.ops.kernel_path import ForwardResult, Gradients, HeadCall, Inputs, KnownRows, RowResults
+from ..kernel_path import ForwardResult, Gradients, HeadCall, Inputs, KnownRows, RowResults
+from ..options import MIN_CHUNK_ROWS, rows_within
+from .hopper_path import HopperPath, HopperSums, known_factors, own_part
+from .hopper_rows import PART_ROWS, PartialSums, RowFactors, empty_float32
+from .numerators import RowSums
 
 # Beyond it a program's sums do not fit into the registers beside a tile of logits.
 LARGEST_HIDDEN = 128
 # The tensor cores cut off what they add to a sum, so its error grows with its length: over 2.5 million entries it was
 # 1e-2, five times that of rounding to bfloat16.
 LONGEST_SUM, MOST_TOKENS = 2**17, 2**18
-PART_ROWS = 64  # of hidden states, which a program multiplies by its part of the vocabulary
 
 
 def computes(hidden_ND: Tensor) -> bool:
@@ -40,7 +39,7 @@ class NarrowPath(HopperPath):
     """The path that computes the numerators once for each gradient."""
 
     def _own_kernels(self) -> Any:
-        from lit_fused.ops.hopper.narrow_kernels import NarrowKernels
+        from .narrow_kernels import NarrowKernels
 
         return NarrowKernels()
 
@@ -82,7 +81,8 @@ class _Parts(RowSums):
         # All ranks have to cut the same chunks.
         largest = len(own.weight_VD) if call.shard is None else call.shard.largest
         shares = -(-largest // LONGEST_SUM)
-        fitting = call.options.chunk_size or int(call.budget_mib * 2**20 / (shares * (4 * hidden_size + 12)))
+        row_bytes = shares * (4 * hidden_size + 12)
+        fitting = call.options.chunk_size or rows_within(call.budget_mib, row_bytes)
         self.rows = min(tokens, max(fitting, MIN_CHUNK_ROWS))
         # Programs share a multiprocessor: one loads and multiplies under the exponentials of another.
         programs = (3 if hidden_size <= 64 else 2) * kernels.multiprocessors(own.hidden_ND.device)

@@ -23,11 +23,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lit_fused.errors import UserError, check_number
-from lit_fused.ops.kernel_path import LogitsGradient
-from lit_fused.ops.logits.rows_of_ranks import LOWEST
-from lit_fused.ops.logits.rows_torch import Chunk, gradient_of_products_, logits_of_products, tiles
-from lit_fused.ops.options import refuse_trained
+from ..kernel_path import LogitsGradient
+from ..options import refuse_trained
+from ..user_error import UserError, check_number
+from .rows_of_ranks import LOWEST
+from .rows_torch import Chunk, gradient_of_products_, logits_of_products, tiles
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_fused.ops.logits.divergence_rows import DivergenceRows, Pair, RowSums
-from lit_fused.ops.logits.rows_triton import NEVER, blocks, logits_of, operands, write_zeros
+from .divergence_rows import DivergenceRows, Pair, RowSums
+from .rows_triton import NEVER, blocks, logits_of, operands, write_zeros
 
 _KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2}
 

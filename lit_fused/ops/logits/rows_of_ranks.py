@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lit_fused.ops.kernel_path import HeadCall, RowResults
-from lit_fused.ops.vocabulary_parallel import VocabularyShard
+from ..kernel_path import HeadCall, RowResults
+from ..vocabulary_parallel import VocabularyShard
 
 # This number is less than any logit and finite after any shift, and its exponential is zero.
 LOWEST = -1e30

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lit_fused.ops.kernel_path import HeadCall, LogitsGradient, RowResults
-from lit_fused.ops.logits.rows_of_ranks import LOWEST, PartialRows
-from lit_fused.ops.options import LossOptions
-from lit_fused.ops.products import Products
+from ..kernel_path import HeadCall, Inputs, LogitsGradient, RowResults
+from ..options import LossOptions, chunks, rows_within
+from ..products import Products
+from .rows_of_ranks import LOWEST, PartialRows
 
 # Bytes of one float32 temporary; on a GPU, launches cost more than memory.
 _TILE_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
@@ -132,6 +132,24 @@ def logits_of_products(products: Tensor, bias_V: Tensor | None, options: LossOpt
     return logits
 
 
+def logits_of_entries(columns_NK: Tensor, inputs: Inputs, call: HeadCall) -> Tensor:
+    """Return the logits (N, K) of K columns of each row, zero where the column is not here."""
+    hidden_ND, weight_VD, bias_V, _ = inputs
+    logits_NK = hidden_ND.new_zeros(columns_NK.shape, dtype=call.result_dtype)
+    mine_NK = (columns_NK >= 0) & (columns_NK < len(weight_VD))
+    if len(weight_VD):
+        columns_NK = columns_NK.where(mine_NK, 0)
+        row_bytes = 4 * columns_NK.shape[1] * hidden_ND.shape[1]
+        for rows in chunks(len(hidden_ND), rows_within(call.budget_mib, row_bytes)):
+            weight_CKD = weight_VD[columns_NK[rows]].to(call.result_dtype)
+            hidden_CD1 = hidden_ND[rows, :, None].to(call.result_dtype)
+            products_CK = (weight_CKD @ hidden_CD1)[..., 0].to(call.compute_dtype)  # rounded as all of them are
+            bias_CK = None if bias_V is None else bias_V[columns_NK[rows]]
+            logits_NK[rows] = logits_of_products(products_CK, bias_CK, call.options, call.result_dtype)
+        logits_NK.masked_fill_(~mine_NK, 0)
+    return logits_NK
+
+
 def _mine(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return which targets are among these columns, and all targets as columns that exist."""
     return targets < width, targets.clamp(max=width - 1)
@@ -160,7 +178,7 @@ def gradient_of_products_(
         p.mul_(rows.base_N[:, None])
     if rows.uniform_N is not None:
         p.sub_(rows.uniform_N[:, None])
-    mine, columns = _mine(targets, p.shape[-1])
+    mine, columns = targets < p.shape[-1], targets.clamp(max=p.shape[-1] - 1)
     p.scatter_add_(-1, columns, rows.target_N[:, None].where(mine, 0))
     if options.softcap is not None:
         p.mul_(1 - (logits / options.softcap) ** 2)

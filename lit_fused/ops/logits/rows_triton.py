@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_fused.ops.kernel_path import LogitsGradient, RowResults
-from lit_fused.ops.logits.rows_of_ranks import PartialRows
-from lit_fused.ops.logits.rows_torch import Chunk, TorchRows
-from lit_fused.ops.products import Products
+from ..kernel_path import LogitsGradient, RowResults
+from ..products import Products
+from .rows_of_ranks import PartialRows
+from .rows_torch import Chunk, TorchRows
 
 _MAX_BLOCK = 4096
 # This number stands for minus infinity; times a probability of zero it is zero.
@@ -62,11 +62,6 @@ def scale_unless_one_(tensor: Tensor, factor: Tensor) -> None:
         _scale[(min(triton.cdiv(tensor.numel(), block), 4096),)](tensor, factor, tensor.numel(), BLOCK=block)
     else:
         Products().scale_(tensor, factor)
-
-
-def print_labels_out_of_range(labels_N: Tensor, vocabulary: int, ignore_index: int) -> None:
-    """Print, from the device, the smallest and the largest label if they do not lie in [0, vocabulary)."""
-    _print_labels_out_of_range[(1,)](labels_N, labels_N.numel(), vocabulary, ignore_index, BLOCK=4096)
 
 
 def operands(chunk: Chunk) -> tuple[Any, ...]:
@@ -271,22 +266,6 @@ def _backward_row(products, stride, targets, head, gradient, vocabulary, BLOCK: 
             slope = slopes + row
         numbers = (tl.load(lse + row), base, uniform, tl.load(of_target + row))
         _write_gradient(row_products, target, numbers, slope, head, vocabulary, BLOCK)
-
-
-@triton.jit(do_not_specialize=["count", "vocabulary", "ignore_index"])
-def _print_labels_out_of_range(labels, count, vocabulary, ignore_index, BLOCK: tl.constexpr):
-    smallest = tl.zeros((BLOCK,), tl.int64)
-    largest = tl.zeros((BLOCK,), tl.int64)
-    for start in range(0, count, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        label = tl.load(labels + place, mask=place < count, other=0).to(tl.int64)
-        label = tl.where(label == ignore_index, 0, label)
-        smallest = tl.minimum(smallest, label)
-        largest = tl.maximum(largest, label)
-    low = tl.min(smallest, 0)
-    high = tl.max(largest, 0)
-    if (low < 0) | (high >= vocabulary):
-        tl.device_print("smallest and largest label:", low, high)
 
 
 @triton.jit

@@ -15,33 +15,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lit_fused.errors import UserError
-from lit_fused.ops.chunks import chunk_rows
-from lit_fused.ops.kernel_path import (
+from . import cross_entropy
+from .cross_entropy import LogitsPath, LogitsSums, loss_of
+from .kernel_path import (
     ForwardResult,
     Gradients,
     HeadCall,
     Inputs,
+    KernelPath,
     KnownRows,
     RowResults,
     Wanted,
+    indices_of,
+    own_columns,
 )
-from lit_fused.ops.label_checks import IGNORE_INDEX, check_inputs
-from lit_fused.ops.linear_cross_entropy import loss_of_rows
-from lit_fused.ops.logits import logits_path
-from lit_fused.ops.logits.divergence_rows import Divergence, DivergenceRows, Pair, RowSums
-from lit_fused.ops.logits.logits_path import LogitsPath, LogitsSums, own_columns
-from lit_fused.ops.logits.rows_torch import Chunk
-from lit_fused.ops.operands import Operands, computed_here
-from lit_fused.ops.operators import one_graph_break
-from lit_fused.ops.options import LossOptions
-from lit_fused.ops.products import padded
-from lit_fused.ops.vocabulary_parallel import VocabularyShard
-
-try:
-    from lit_fused.ops.logits.divergence_triton import TritonDivergenceRows
-except ImportError:  # Triton exists for Linux only
-    TritonDivergenceRows = DivergenceRows
+from .label_checks import IGNORE_INDEX, check_inputs
+from .logits.divergence_rows import Divergence, DivergenceRows, Pair, RowSums
+from .logits.rows_torch import Chunk
+from .operators import one_graph_break
+from .options import LossOptions, chunk_rows
+from .products import padded
+from .user_error import UserError
+from .vocabulary_parallel import VocabularyShard
 
 
 class TeacherHead(NamedTuple):
@@ -99,22 +94,29 @@ def linear_distillation(
         UserError: shapes, dtypes, devices, vocabularies or options that do not fit. In backward:
             ``create_graph=True``, as there are no second derivatives.
     """
-    of_loss = Divergence(**{name: options.pop(name) for name in _DIVERGENCE & options.keys()})
-    of_head = LossOptions(**options)
-    if of_head.label_smoothing or of_head.z_loss:
+    divergence = Divergence(**{name: options.pop(name) for name in _DIVERGENCE & options.keys()})
+    options_of_head = LossOptions(**options)
+    if options_of_head.label_smoothing or options_of_head.z_loss:
         raise UserError("a distillation has no label_smoothing and no z_loss; leave them out")
-    tensors = hidden_states, weight, bias, targets, None, token_weights
-    rows = Operands.here(tensors, of_head, ignore_index).checked_rows(shard)
-    _check_teacher(teacher, weight, targets, rows.call.vocabulary)
-    dtype, _ = computed_here(teacher.hidden_states, teacher.weight, teacher.bias)
+    vocabulary = len(weight) if shard is None else shard.vocabulary
+    _check_teacher(teacher, weight, targets, vocabulary)
+    call = HeadCall.here(options_of_head, hidden_states, weight, bias, ignore_index, shard=shard)
     # Whatever divides the logits by T divides their scale, their bias and their softcap.
-    cold = replace(of_head, scale=teacher.scale, softcap=teacher.softcap, statistics=False)
-    call = replace(rows.call, options=cold, compute_dtype=dtype, wanted=Wanted(False, False, False))
-    with torch.no_grad(), torch.autocast(hidden_states.device.type, enabled=False):
-        teacher_ND = teacher.hidden_states.reshape(-1, teacher.hidden_states.shape[-1]).contiguous().to(dtype)
-        of_teacher = Inputs(rows.taken(teacher_ND), teacher.weight.to(dtype), teacher.bias, rows.targets_N)
-    rows.path = DistilledPath(of_teacher, call, of_loss, logits_path.row_kernels(rows.hidden_ND))
-    return loss_of_rows(rows)
+    cold = replace(options_of_head, scale=teacher.scale, softcap=teacher.softcap, statistics=False)
+    nothing_wanted = {"wanted": Wanted(False, False, False), "vocabulary": vocabulary}
+    teacher_call = HeadCall.here(cold, *teacher[:3], shard=shard, **nothing_wanted)
+
+    def path_of(hidden_ND: Tensor, _: Tensor, call: HeadCall) -> KernelPath:
+        with torch.no_grad():
+            teacher_ND = teacher.hidden_states.reshape(-1, teacher.hidden_states.shape[-1]).contiguous()
+            if len(hidden_ND) < len(teacher_ND):
+                teacher_ND = teacher_ND[indices_of((targets.reshape(-1) >= 0) & (targets.reshape(-1) != ignore_index))]
+            weight_VD = teacher.weight.to(teacher_call.compute_dtype)
+        inputs = Inputs(teacher_ND.to(teacher_call.compute_dtype), weight_VD, teacher.bias, targets)
+        return DistilledPath(teacher, inputs, teacher_call, divergence, cross_entropy.row_kernels(hidden_ND))
+
+    call = replace(call, path_of=path_of, own_statistics=("divergence", "teacher_nll"))
+    return loss_of(hidden_states, weight, bias, targets, token_weights, call)
 
 
 def check_vocabularies(teacher: int, student: int) -> None:
@@ -135,21 +137,23 @@ def _check_teacher(teacher: TeacherHead, weight: Tensor, targets: Tensor, vocabu
 class DistilledPath(LogitsPath):
     """The path that stores the logits of a chunk, of student and teacher."""
 
-    own_statistics = ("divergence", "teacher_nll")
     rows_have_factors = True
 
-    def __init__(self, teacher: Inputs, call: HeadCall, loss: Divergence, kernels: Any) -> None:
+    def __init__(self, head: TeacherHead, teacher: Inputs, call: HeadCall, loss: Divergence, kernels: Any) -> None:
         super().__init__(kernels)
-        self.teacher, self.teacher_call, self.loss = teacher, call, loss
-        self.divergence_rows = TritonDivergenceRows() if kernels.handles_ignored else DivergenceRows()
+        self.head, self.teacher, self.teacher_call, self.loss = head, teacher, call, loss
+        self.divergence_rows = DivergenceRows()
+        if kernels.handles_ignored:
+            from .logits.divergence_triton import TritonDivergenceRows
+
+            self.divergence_rows = TritonDivergenceRows()
 
     def forward(self, inputs: Inputs, factor_N: Tensor | None, call: HeadCall) -> ForwardResult:
         found = self._computed(inputs, factor_N, call, gradients=call.gradients_in_forward)
         # Autograd saves them, so that it refuses a backward after they were changed in place.
-        return found._replace(saved=tuple(tensor.detach() for tensor in self.teacher[:3] if tensor is not None))
+        return found._replace(saved=tuple(tensor.detach() for tensor in self.head[:3] if tensor is not None))
 
     def backward(self, inputs: Inputs, known: KnownRows, saved: tuple[Tensor, ...], call: HeadCall) -> Gradients:
-        self.teacher = self.teacher._replace(**dict(zip(Inputs._fields, saved, strict=False)))
         found = self._computed(inputs, known.factor_N, call, gradients=True).gradients
         assert found is not None
         return found

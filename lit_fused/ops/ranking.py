@@ -14,14 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lit_fused.errors import UserError, check_number
-from lit_fused.ops.chunks import chunks
-from lit_fused.ops.label_checks import IGNORE_INDEX, check_inputs
-from lit_fused.ops.operands import budget_mib, computed_here
-from lit_fused.ops.operators import one_graph_break
-from lit_fused.ops.options import LossOptions
-from lit_fused.ops.products import Products
-from lit_fused.ops.vocabulary_parallel import VocabularyShard
+from .kernel_path import HeadCall
+from .label_checks import IGNORE_INDEX, check_inputs
+from .operators import one_graph_break
+from .options import LossOptions, budget_mib, chunks, rows_within
+from .products import Products
+from .user_error import UserError, check_number
+from .vocabulary_parallel import VocabularyShard
 
 Ragged = Tensor | Sequence[Any]
 NO_ITEM = -1  # an entry that does not exist
@@ -126,15 +125,15 @@ def top_items(
     if padding_item is not None:
         check_number("padding_item", padding_item, "be an item", lambda x: 0 <= x < items, whole=True)
     shape = hidden_states.shape[:-1]
-    wanted = (
+    asked = (
         torch.full(shape, NO_ITEM, device=hidden_states.device) if targets is None else _integers("targets", targets)
     )
-    wanted = wanted.masked_fill(wanted == IGNORE_INDEX, NO_ITEM)
-    _check_items("targets", wanted, items)
+    asked = asked.masked_fill(asked == IGNORE_INDEX, NO_ITEM)
+    _check_items("targets", asked, items)
     if shard is not None:
         shard.check(weight)
-    check_inputs(hidden_states, weight, wanted, bias, NO_ITEM, items)
-    targets_N, hidden_ND = wanted.reshape(-1), hidden_states.reshape(-1, hidden_states.shape[-1])
+    check_inputs(hidden_states, weight, asked, bias, NO_ITEM, items)
+    targets_N, hidden_ND = asked.reshape(-1), hidden_states.reshape(-1, hidden_states.shape[-1])
     excluded = _Excluded(exclude, len(hidden_ND), items, hidden_ND.device)
     catalogue = _Catalogue(weight, bias, scale, shard)
     found: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -162,12 +161,12 @@ class _Catalogue:
 
     def scores(self, hidden_ND: Tensor, logits_budget_mib: float | None) -> Iterator[tuple[slice, Tensor]]:
         """Yield chunks of rows, at least an empty one, and their scores (C, V)."""
-        dtype, _ = computed_here(hidden_ND, self.weight, None)
+        dtype = HeadCall.here(LossOptions(), hidden_ND, self.weight, None).compute_dtype
         result = torch.promote_types(dtype, torch.float32)
         weight_DV = self.weight.to(dtype).T
         budget = logits_budget_mib or budget_mib(hidden_ND.device, self.shard)
         columns = len(self.weight) if self.shard is None else self.shard.largest
-        rows = max(int(budget * 2**20 / (_BYTES_PER_SCORE * max(columns, 1))), 1)
+        rows = rows_within(budget, _BYTES_PER_SCORE * columns)
         # (C, V), which the next chunk overwrites.
         buffer = torch.empty(min(rows, len(hidden_ND)), len(self.weight), dtype=result, device=hidden_ND.device)
         with torch.autocast(hidden_ND.device.type, enabled=False):

@@ -13,28 +13,20 @@ N tokens, D hidden, V vocabulary, K selected entries per token.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lit_fused.errors import check_switches
-from lit_fused.ops.first_derivatives import refuse_vmap, without_second_derivatives
-from lit_fused.ops.kernel_path import Chosen, HeadCall, Inputs, KernelPath, KnownRows, LogitsGradient
-from lit_fused.ops.label_checks import IGNORE_INDEX
-from lit_fused.ops.operands import Operands, PreparedRows
-from lit_fused.ops.operators import (
-    TENSORS,
-    backward_operator,
-    empty,
-    in_schema,
-    of_operands,
-    of_schema,
-    one_graph_break,
-    operator,
-)
-from lit_fused.ops.options import LossOptions
-from lit_fused.ops.vocabulary_parallel import VocabularyShard
+from . import cross_entropy
+from .first_derivatives import without_second_derivatives
+from .kernel_path import Chosen, HeadCall, KnownRows, LogitsGradient, Rows
+from .label_checks import IGNORE_INDEX, check_selected
+from .operators import empty_rows, gradient_shapes, one_graph_break, operator
+from .options import LossOptions
+from .user_error import check_switches
+from .vocabulary_parallel import VocabularyShard
 
 
 class TokenScores(NamedTuple):
@@ -91,64 +83,34 @@ def token_scores(
         UserError: shapes, dtypes, devices or options that do not fit, or entries outside of the vocabulary. In a second
             derivative: there is none.
     """
-    options: dict[str, Any] = {
-        "scale": scale,
-        "softcap": softcap,
-        "reduction": "none",
-        "statistics": entropy,
-        "drop_ignored": drop_ignored,
-        "float32_accumulation": float32_accumulation,
-        "logits_budget_mib": logits_budget_mib,
-        "chunk_size": chunk_size,
-    }
-    tensors = hidden_states, weight, bias, targets, selected, None
-    if torch.compiler.is_compiling() and shard is None:
-        found = _operator(*in_schema(tensors, ignore_index, options))
-    else:
-        check_switches({"entropy": bool}, {"entropy": entropy})
-        found = _of_operands(Operands.here(tensors, LossOptions(**options), ignore_index), shard)
-    log_prob, lse, entropies, chosen, top1 = found
+    check_switches({"entropy": bool}, {"entropy": entropy})
+    options = LossOptions(
+        scale=scale,
+        softcap=softcap,
+        reduction="none",
+        statistics=entropy,
+        drop_ignored=drop_ignored,
+        float32_accumulation=float32_accumulation,
+        logits_budget_mib=logits_budget_mib,
+        chunk_size=chunk_size,
+    )
+    call = HeadCall.here(options, hidden_states, weight, bias, ignore_index, shard=shard, top1=True)
+    apply = _TokenScores.apply if shard is None else _apply_outside_of_a_graph
+    log_prob, lse, entropies, chosen, top1 = apply(hidden_states, weight, bias, targets, selected, call)
     return TokenScores(log_prob, lse, entropies if entropy else None, None if selected is None else chosen, top1)
 
 
-@one_graph_break
-def _of_operands(operands: Operands, shard: VocabularyShard | None) -> list[Tensor]:
-    rows = operands.checked_rows(shard, top1=True)
-    return _placed(_TokenScores.apply(*rows.tensors, rows.selected_NK, rows.call, rows.path), rows)
-
-
-def _placed(scores: tuple[Tensor, ...], rows: PreparedRows) -> list[Tensor]:
-    """Return scores of rows in the shape of the targets."""
-    *numbers, top1 = scores
-    return [*(rows.placed(number) for number in numbers), rows.placed(top1, otherwise=-1)]
-
-
 class _TokenScores(torch.autograd.Function):
+    """Eager and compiled calls have this one; compiled, ``_forward`` and ``_backward`` are operators."""
+
     @staticmethod
-    def forward(
-        hidden_ND: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        targets_N: Tensor,
-        selected_NK: Tensor | None,
-        call: HeadCall,
-        path: KernelPath,
-    ) -> tuple[Tensor, ...]:
-        with torch.autocast(hidden_ND.device.type, enabled=False):
-            inputs = Inputs(hidden_ND.to(call.compute_dtype), weight_VD.to(call.compute_dtype), bias_V, targets_N)
-            rows = path.forward(inputs, None, call).rows
-            selected = rows.lse.new_zeros(len(targets_N), 0)
-            if selected_NK is not None:
-                logits_NK = path.logits_of(selected_NK, inputs, call)
-                exists_NK = (selected_NK >= 0) & (targets_N >= 0)[:, None]
-                selected = (logits_NK - rows.lse[:, None]).where(exists_NK, 0)
-                selected = selected.where(selected_NK != targets_N[:, None], -rows.nll[:, None])
-        assert rows.top1 is not None
-        return -rows.nll, rows.lse, rows.entropy, selected, rows.top1
+    def forward(*tensors_and_call: Any) -> tuple[Tensor, ...]:
+        forward = _forward_operator if torch.compiler.is_compiling() else _forward
+        return tuple(forward(*tensors_and_call))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, ctx.call, ctx.path = inputs
+        *tensors, ctx.call = inputs
         *numbers, top1 = output
         ctx.mark_non_differentiable(top1)
         ctx.save_for_backward(*tensors, *numbers)
@@ -156,29 +118,66 @@ class _TokenScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        refuse_vmap(*grads)
         saved = ctx.saved_tensors  # A checkpoint gives them once.
+        backward = _backward_operator if torch.compiler.is_compiling() else _backward
         found = without_second_derivatives(
-            lambda: _gradients(saved[:5], saved[5:], grads[:4], ctx.call, ctx.path), *saved[:3], *grads
+            lambda: backward(*grads[:4], *saved[5:], *saved[:5], ctx.call), *saved[:3], *grads
         )
-        return *found, None, None, None, None
+        return *ctx.call.in_places(found), None, None, None
 
 
-def _gradients(
-    tensors: tuple[Any, ...],
-    scores: Sequence[Any],
-    grads: Sequence[Tensor | None],
+_apply_outside_of_a_graph = one_graph_break(_TokenScores.apply)
+
+
+def _forward(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    selected: Tensor | None,
     call: HeadCall,
-    path: KernelPath,
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of hidden states, weight and bias from those of the four scores that have one."""
-    hidden_ND, weight_VD, bias_V, targets_N, selected_NK = tensors
-    known = _known(targets_N, selected_NK, scores, grads, call)
-    inputs = Inputs(hidden_ND.to(call.compute_dtype), weight_VD.to(call.compute_dtype), bias_V, targets_N)
-    with torch.autocast(hidden_ND.device.type, enabled=False):
-        found = path.backward(inputs, known, (), call).each()
-    pairs = zip(found, (hidden_ND, weight_VD, bias_V), strict=True)
-    return tuple(None if gradient is None else gradient.to(to.dtype) for gradient, to in pairs)
+) -> list[Tensor]:
+    """Return the five scores in the shape of the targets, none of the selected entries where none are asked for."""
+    call = replace(call, top1=True)
+    rows = Rows(hidden_states, weight, bias, targets, call, cross_entropy.exact_path)
+    inputs, call, targets_N = rows.inputs, rows.call, rows.inputs.targets_N
+    with torch.autocast(hidden_states.device.type, enabled=False):
+        found = rows.path.forward(inputs, None, call).rows
+        chosen_NK = found.lse.new_zeros(len(targets_N), 0)
+        if selected is not None:
+            check_selected(selected, targets, call.vocabulary)
+            selected_NK = rows.of(selected.long())
+            exists_NK = (selected_NK >= 0) & (targets_N >= 0)[:, None]
+            chosen_NK = (rows.path.logits_of(selected_NK, inputs, call) - found.lse[:, None]).where(exists_NK, 0)
+            chosen_NK = chosen_NK.where(selected_NK != targets_N[:, None], -found.nll[:, None])
+    assert found.top1 is not None
+    numbers = [rows.placed(number) for number in (-found.nll, found.lse, found.entropy, chosen_NK)]
+    return [*numbers, rows.placed(found.top1, otherwise=-1)]
+
+
+def _backward(*tensors_and_call: Any) -> list[Tensor]:
+    """Return the gradients that are wanted, given those of the four scores that have one, these scores, and the
+    tensors and the call of ``_forward``."""
+    *tensors, call = tensors_and_call
+    grads, scores, (hidden_states, weight, bias, targets, selected) = tensors[:4], tensors[4:8], tensors[8:]
+    call = replace(call, checked=True, top1=True)
+    rows = Rows(hidden_states, weight, bias, targets, call, cross_entropy.exact_path)
+    selected_NK = None if selected is None else rows.of(selected.long())
+    of_rows = [None if grad is None else rows.of(grad) for grad in grads]
+    known = _known(rows.inputs.targets_N, selected_NK, [rows.of(score) for score in scores], of_rows, rows.call)
+    with torch.autocast(hidden_states.device.type, enabled=False):
+        found = rows.path.backward(rows.inputs, known, (), rows.call)
+    return rows.wanted(found, hidden_states, (hidden_states.dtype, weight.dtype, None if bias is None else bias.dtype))
+
+
+def _forward_shapes(*tensors_and_call: Any) -> list[Tensor]:
+    *_, targets, selected, call = tensors_and_call
+    chosen = empty_rows(targets, call, 0 if selected is None else selected.shape[-1])
+    return [*(empty_rows(targets, call) for _ in range(3)), chosen, empty_rows(targets, call, dtype=torch.int64)]
+
+
+_forward_operator = operator("token_scores", 5, _forward, _forward_shapes)
+_backward_operator = operator("token_scores_backward", 13, _backward, gradient_shapes)
 
 
 def _known(
@@ -219,37 +218,3 @@ def _known(
     nll_N = -log_prob_N if call.shard is None or slope_N is None else None  # ranks round the entropy's lse
     gradient = LogitsGradient(lse_N, base_N, slope_N, None, target_N, nll_N)
     return KnownRows(lse_N, -log_prob_N, None, gradient, chosen)
-
-
-def _forward(operands: Operands) -> list[Tensor]:
-    rows = operands.checked_rows(top1=True)
-    return _placed(_TokenScores.forward(*rows.tensors, rows.selected_NK, rows.call, rows.path), rows)
-
-
-def _forward_shapes(operands: Operands) -> list[Tensor]:
-    shape, selected = operands.targets.shape, operands.selected
-    chosen = empty(operands, (*shape, 0 if selected is None else selected.shape[-1]))
-    return [*(empty(operands, shape) for _ in range(3)), chosen, empty(operands, shape, torch.int64)]
-
-
-def _backward(rows: PreparedRows, *numbers: Tensor | None) -> tuple[Tensor | None, ...]:
-    grads, scores = numbers[:4], [rows.of(number) for number in numbers[4:] if number is not None]
-    grads = [None if grad is None else rows.of(grad) for grad in grads]
-    return _gradients((*rows.tensors, rows.selected_NK), scores, grads, rows.call, rows.path)
-
-
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:TENSORS], *output[:4])
-    ctx.others, ctx.wanted = inputs[TENSORS:], of_schema(*inputs).wanted
-    ctx.set_materialize_grads(False)
-
-
-def _operator_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors
-    tensors, scores = saved[:TENSORS], saved[TENSORS:]
-    return of_operands(_operator_backward(*grads[:4], *scores, *tensors, *ctx.others), tensors, ctx.wanted)
-
-
-_operator = operator("token_scores", 0, _forward, _forward_shapes)
-_operator_backward = backward_operator("token_scores", 8, _backward)
-_operator.register_autograd(_operator_gradients, setup_context=_save_for_backward)

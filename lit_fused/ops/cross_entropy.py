@@ -1,0 +1,400 @@
+"""Exact linear cross-entropy, one chunk of tokens at a time: our own head, and the project's default.
+
+The logits of a token are needed only while its loss is computed. So the logits of a chunk are computed into one buffer,
+turned into losses and into their own gradient, and two more matrix products carry that gradient to hidden states and
+weight. All of it happens in *forward*, where the logits are; backward scales by the incoming scalar. That is 6NDV
+operations, the minimum of an exact head, and the memory of one chunk and of the gradients, which wait for backward.
+``recompute=True`` keeps two numbers per token instead, and computes the logits again in backward (8NDV);
+``reduction="none"`` always does, because each token's incoming gradient is known only there.
+
+N tokens, C chunk, D hidden, V vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .first_derivatives import refuse_second_derivatives, without_second_derivatives
+from .hopper import hopper_path, narrow_path
+from .kernel_path import (
+    ForwardResult,
+    Gradients,
+    GradientSums,
+    HeadCall,
+    Inputs,
+    KernelPath,
+    KnownRows,
+    LogitsGradient,
+    RowResults,
+    Rows,
+    own_columns,
+    write_chosen,
+)
+from .label_checks import IGNORE_INDEX, check_token_weights
+from .logits.rows_of_ranks import PartialRows, combine
+from .logits.rows_torch import Chunk, TorchRows, logits_of_entries
+from .operators import empty_gradients, empty_rows, gradient_shapes, one_graph_break, operator
+from .options import LossOptions, chunk_rows, chunks
+from .products import Products, padded, with_aligned_rows
+from .triton_available import kernels_can_be_built
+from .vocabulary_parallel import VocabularyShard
+
+
+def linear_cross_entropy(
+    hidden_states: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int = IGNORE_INDEX,
+    reduction: str = "mean",
+    statistics: bool = True,
+    recompute: bool = False,
+    drop_ignored: bool = False,
+    float32_accumulation: bool | None = None,
+    logits_budget_mib: float | None = None,
+    chunk_size: int | None = None,
+    token_weights: Tensor | None = None,
+    shard: VocabularyShard | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the cross entropy of ``logits = softcap(scale * hidden_states @ weight.T + bias)``, and its statistics.
+
+    Per token with target y: ``(1 - label_smoothing) * (lse - logits[y]) + label_smoothing * (lse - mean(logits))
+    + z_loss * lse**2``, with ``lse = logsumexp(logits)``: :func:`torch.nn.functional.cross_entropy` plus the z-loss of
+    PaLM (arXiv:2204.02311, section 5). ``softcap(x) = c * tanh(x / c)`` is that of Gemma 2 (arXiv:2408.00118).
+
+    Matrix products run in the autocast dtype if autocast is on, else in the inputs' own, as those of float64 always do;
+    the log-sum-exp and the loss are float32 (float64 for float64 inputs). The host does not wait for a GPU, unless an
+    option below says so. ``torch.compile`` keeps the call whole, as an operator; with ``shard`` it is one graph break.
+
+    Args:
+        hidden_states: (..., D) floating point, the output layer's input.
+        weight: (V, D), same dtype and device as ``hidden_states`` (under autocast: any floating dtype).
+        targets: (...) integer class indices in [0, V), or ``ignore_index``, one per hidden state: already shifted.
+        bias: (V,) added to the scaled products.
+        scale: factor on the products.
+        softcap: c > 0, or None for no cap.
+        label_smoothing: in [0, 1].
+        z_loss: weight of the squared log-sum-exp, >= 0.
+        ignore_index: tokens with this target count nothing; ``drop_ignored`` says what they cost.
+        reduction: "mean" over valid targets (zero when there are none), "sum", or "none" (shape of ``targets``).
+        statistics: also sum up the statistics "correct" and "entropy".
+        recompute: keep two numbers per token for backward instead of the gradients, and compute the logits twice.
+        drop_ignored: on a GPU, take ignored tokens out before the products: for one wait for the device, which pays
+            where many are ignored. On a CPU they are always taken out.
+        float32_accumulation: sum the gradient of a bfloat16 weight in float32, which needs V x D x 4 bytes instead of
+            V x D x 2. None does so for more than 24 chunks, and where the logits are rounded to half precision.
+        logits_budget_mib: size of a chunk in MiB, which sets its number of rows C: at least 256, and else at most half
+            of the tokens. None is 32 on a CPU, and on a GPU a hundredth of its memory, at least 448 (and no more
+            with ``shard``).
+        chunk_size: the rows C themselves, instead of a budget; rounded up to a multiple of 128.
+        token_weights: (...) a factor on each token's loss, without a gradient of its own; the mean is divided by the
+            sum of the valid tokens'. Classes have weights ``w`` (V,) by ``w[targets.clamp(min=0)]``.
+        shard: the entries of a vocabulary divided over ranks that ``weight`` and ``bias`` have; targets are entries
+            of the whole. The ranks exchange a few numbers per token, and sum the gradient of the hidden states; that of
+            the weight is each rank's own. Loss and statistics are the same on every rank.
+
+    Returns:
+        The loss, float32 (float64 for float64 inputs), and detached sums over the valid targets, each of shape ():
+        "nll" (the plain negative log-likelihood, nats), "lse_squared", and with ``statistics`` also "correct" (int64:
+        the largest logit is the target's; of equal ones the kernels of a GPU and a divided vocabulary count none, a CPU
+        the first) and "entropy" (nats).
+
+    Raises:
+        UserError: shapes, dtypes, devices or options that do not fit, or targets outside [0, V). In backward:
+            ``create_graph=True``, as there are no second derivatives.
+    """
+    options = LossOptions(
+        scale=scale,
+        softcap=softcap,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        reduction=reduction,
+        statistics=statistics,
+        recompute=recompute,
+        drop_ignored=drop_ignored,
+        float32_accumulation=float32_accumulation,
+        logits_budget_mib=logits_budget_mib,
+        chunk_size=chunk_size,
+    )
+    call = HeadCall.here(options, hidden_states, weight, bias, ignore_index, shard=shard)
+    return loss_of(hidden_states, weight, bias, targets, token_weights, call)
+
+
+def loss_of(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    token_weights: Tensor | None,
+    call: HeadCall,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss and the statistics of a call."""
+    if token_weights is not None:
+        check_token_weights(token_weights, hidden_states)
+    # No operator can be given a group of ranks, or a path of its own.
+    plain = call.shard is None and call.path_of is None
+    apply = _LinearCrossEntropy.apply if plain else _apply_outside_of_a_graph
+    loss, *sums = apply(hidden_states, weight, bias, targets, token_weights, call)
+    names = ("nll", "lse_squared", "correct", "entropy") if call.options.statistics else ("nll", "lse_squared")
+    return loss, dict(zip(names, sums, strict=False)) | dict(zip(call.own_statistics, sums[4:], strict=False))
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Eager and compiled calls have this one; compiled, ``_forward`` and ``_backward`` are operators."""
+
+    @staticmethod
+    def forward(*tensors_and_call: Any) -> tuple[Tensor, ...]:
+        forward = _forward_operator if torch.compiler.is_compiling() else _forward
+        return tuple(forward(*tensors_and_call))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, ctx.call = inputs
+        ctx.set_materialize_grads(False)  # of all outputs but the loss: zeros that nothing reads
+        ctx.mark_non_differentiable(*output[1:])
+        for_backward = output[5 + len(ctx.call.own_statistics) :]
+        ctx.save_for_backward(*(() if ctx.call.gradients_in_forward else tensors), *for_backward)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad_loss, call = grads[0], ctx.call
+        if grad_loss is None:  # Nothing depends on the loss.
+            return (None,) * 6
+        saved = ctx.saved_tensors
+        if call.gradients_in_forward:
+            if torch.is_grad_enabled():
+                refuse_second_derivatives()
+            count = sum(call.wanted)
+            found = _scaled(saved[:count], grad_loss if len(saved) == count else grad_loss * saved[count])
+        else:
+            tensors, (lse, nll, *of_path) = saved[:5], saved[5:]
+            backward = _backward_operator if torch.compiler.is_compiling() else _backward
+            found = without_second_derivatives(
+                lambda: backward(grad_loss, lse, nll, *tensors, call, *of_path), *tensors[:3], grad_loss
+            )
+        return *call.in_places(found), None, None, None
+
+
+_apply_outside_of_a_graph = one_graph_break(_LinearCrossEntropy.apply)
+
+
+def _forward(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    token_weights: Tensor | None,
+    call: HeadCall,
+) -> list[Tensor]:
+    """Return the loss, its sums, and for backward the gradients and their factor, or the numbers to compute them of."""
+    rows = Rows(hidden_states, weight, bias, targets, call, call.path_of or exact_path)
+    call, weights_N = rows.call, None if token_weights is None else rows.weights_of(token_weights)
+    factor, factor_N = rows.inverse_count(weights_N), weights_N
+    if factor is not None and call.factor_in_forward:
+        factor_N = factor.expand(len(rows.inputs.targets_N)) if weights_N is None else factor * weights_N
+        factor_N = factor_N.contiguous()
+    with torch.autocast(hidden_states.device.type, enabled=False):
+        numbers, gradients, saved, own_sums = rows.path.forward(rows.inputs, factor_N, call)
+    loss = numbers.loss if weights_N is None else numbers.loss * weights_N
+    if not call.per_token:
+        loss = loss.sum() if factor is None else loss.sum() * factor
+    sums = numbers.nll.sum(), numbers.lse.square().sum(), numbers.correct.sum(), numbers.entropy.sum(), *own_sums
+    if gradients is None:
+        loss = rows.placed(loss) if call.per_token else loss
+        return [loss, *sums, rows.placed(numbers.lse), rows.placed(numbers.nll), *saved]
+    found = rows.wanted(gradients, hidden_states, call.stored_dtypes(hidden_states, weight))
+    return [loss, *sums, *found] if factor is None or call.factor_in_forward else [loss, *sums, *found, factor]
+
+
+def _backward(
+    grad_loss: Tensor,
+    lse: Tensor,
+    nll: Tensor,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    token_weights: Tensor | None,
+    call: HeadCall,
+    *saved: Tensor,
+) -> list[Tensor]:
+    """Return the gradients that are wanted, from logits computed again."""
+    # A factor for all tokens acts last, where it cannot underflow, unless rows have factors anyway; those per token
+    # act before tokens are summed. That of an ignored token is zero, as 0 * inf is not a number.
+    rows = Rows(hidden_states, weight, bias, targets, replace(call, checked=True), call.path_of or exact_path)
+    call, weights_N = rows.call, None if token_weights is None else rows.weights_of(token_weights)
+    factor = rows.of(grad_loss) if call.per_token else grad_loss
+    inverse_count = rows.inverse_count(weights_N)
+    factor = factor if inverse_count is None else factor * inverse_count
+    acts_first = call.per_token or rows.path.rows_have_factors
+    factor_N = factor.where(rows.inputs.targets_N >= 0, 0) if acts_first else None
+    if weights_N is not None:
+        factor_N = weights_N if factor_N is None else factor_N * weights_N
+    with torch.autocast(hidden_states.device.type, enabled=False):
+        found = rows.path.backward(rows.inputs, KnownRows(rows.of(lse), rows.of(nll), factor_N), saved, call)
+    if not acts_first:
+        found = Gradients(*call.in_places(_scaled([x for x in found.each() if x is not None], factor)))
+    return rows.wanted(found, hidden_states, (hidden_states.dtype, weight.dtype, None if bias is None else bias.dtype))
+
+
+def _scaled(gradients: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:
+    """Return the gradients times the factor. Ignored tokens have none, whatever the factor."""
+    if torch.compiler.is_compiling():
+        return [gradient.where(gradient == 0, gradient * factor) for gradient in gradients]
+    kernels = row_kernels(factor)
+    for gradient in gradients:  # in place: nothing else refers to them
+        kernels.scale_(gradient, factor)
+    # A kernel's writing is unknown to autograd, which refuses a second backward through what was changed.
+    torch.autograd.graph.increment_version(gradients)
+    return gradients
+
+
+def _forward_shapes(*tensors_and_call: Any) -> list[Tensor]:
+    *operands, targets, _, call = tensors_and_call
+    per_token, number = empty_rows(targets, call), targets.new_empty((), dtype=call.result_dtype)
+    sums = [per_token if call.per_token else number, number.clone(), number.clone(), number.long(), number.clone()]
+    if not call.gradients_in_forward:
+        return [*sums, per_token.clone(), per_token.clone()]
+    has_factor = call.options.reduction == "mean" and not call.factor_in_forward
+    return [*sums, *empty_gradients(operands, call, call.stored_dtypes(*operands[:2])), *[number.clone()] * has_factor]
+
+
+_forward_operator = operator("linear_cross_entropy", 5, _forward, _forward_shapes)
+_backward_operator = operator("linear_cross_entropy_backward", 8, _backward, gradient_shapes)
+
+
+def exact_path(hidden_ND: Tensor, weight_VD: Tensor, call: HeadCall) -> KernelPath:
+    """Return the exact path for these tensors: Hopper's where it can run."""
+    # Hopper's kernels take at least one row.
+    if hidden_ND.is_cuda and len(hidden_ND) and hopper_path.supports(hidden_ND, weight_VD, call):
+        return narrow_path.NarrowPath() if narrow_path.computes(hidden_ND) else hopper_path.HopperPath()
+    return LogitsPath(row_kernels(hidden_ND))
+
+
+def row_kernels(hidden_ND: Tensor) -> TorchRows:
+    """Return Triton's row work where it can run, else PyTorch's."""
+    if hidden_ND.is_cuda and hidden_ND.dtype != torch.float64 and kernels_can_be_built():
+        from .logits.rows_triton import TritonRows
+
+        return TritonRows()
+    return TorchRows()
+
+
+class LogitsPath(KernelPath):
+    """The path that stores the logits of a chunk."""
+
+    rows_have_factors = False  # a factor in backward would be one more rounding of the logits' gradient
+
+    def forward(self, inputs: Inputs, factor_N: Tensor | None, call: HeadCall) -> ForwardResult:
+        results = RowResults.zeros(len(inputs.targets_N), inputs.hidden_ND.device, call)
+        sums = LogitsSums(inputs, call, self.kernels) if call.gradients_in_forward else None
+        rows = self._chunk_rows(len(inputs.hidden_ND), inputs.weight_VD, call)
+        for chunk, logits_CV in self._forward_chunks(inputs, results, factor_N, call, rows, sums is not None):
+            if sums is not None:
+                sums.add(chunk, logits_CV)
+        return ForwardResult(results, None if sums is None else sums.finish())
+
+    def backward(self, inputs: Inputs, known: KnownRows, saved: tuple[Tensor, ...], call: HeadCall) -> Gradients:
+        hidden_ND, weight_VD, bias_V, _ = inputs
+        sums = LogitsSums(inputs, call, self.kernels)
+        columns_N = own_columns(inputs.targets_N, inputs, call)
+        rows = self._chunk_rows(len(hidden_ND), weight_VD, call)
+        gradient = known.gradient or LogitsGradient.of_loss(known.lse_N, known.factor_N, call, known.nll_N)
+        for chunk, logits_CV in self._products(hidden_ND, weight_VD, slice(0, len(hidden_ND)), rows):
+            self.kernels.backward_rows(Chunk(logits_CV, columns_N[chunk], bias_V, call), gradient.at(chunk))
+            if known.chosen is not None:
+                values_CK = call.options.scale * known.chosen.gradient_NK[chunk]
+                write_chosen(logits_CV, own_columns(known.chosen.entries_NK[chunk], inputs, call), values_CK)
+            sums.add(chunk, logits_CV)
+        return sums.finish()
+
+    def logits_of(self, entries_NK: Tensor, inputs: Inputs, call: HeadCall) -> Tensor:
+        logits_NK = logits_of_entries(own_columns(entries_NK, inputs, call), inputs, call)
+        if call.shard is not None:
+            dist.all_reduce(logits_NK, group=call.shard.group)
+        return logits_NK
+
+    def _chunk_rows(self, tokens: int, weight_VD: Tensor, call: HeadCall) -> int:
+        """Return the rows of a chunk, which all ranks have to share."""
+        largest = max(len(weight_VD), 1) if call.shard is None else call.shard.largest
+        return chunk_rows(tokens, padded(largest) * weight_VD.itemsize, call.budget_mib, call.options.chunk_size)
+
+    def _forward_chunks(
+        self,
+        inputs: Inputs,
+        results: RowResults,
+        factor_N: Tensor | None,
+        call: HeadCall,
+        rows: int,
+        write_gradient: bool,
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Write the results of each chunk, and yield its slice and the gradient (C, V) of its products."""
+        hidden_ND, weight_VD, bias_V, targets_N = inputs
+        for rows_of_chunk, logits_CV in self._products(hidden_ND, weight_VD, slice(0, len(hidden_ND)), rows):
+            chunk, of_chunk = Chunk(logits_CV, targets_N[rows_of_chunk], bias_V, call), results.of(rows_of_chunk)
+            factor_C = None if factor_N is None else factor_N[rows_of_chunk]
+            if call.shard is None:
+                self.kernels.forward_rows(chunk, of_chunk, write_gradient=write_gradient, factor_C=factor_C)
+            else:
+                self._forward_rows_of_rank(chunk, of_chunk, write_gradient, factor_C)
+            yield rows_of_chunk, logits_CV
+
+    def _forward_rows_of_rank(
+        self, chunk: Chunk, results: RowResults, write_gradient: bool, factor_C: Tensor | None
+    ) -> None:
+        """Do what ``forward_rows`` does for this rank's columns of the products."""
+        rows, width = chunk.products_CV.shape
+        shard = chunk.call.shard
+        assert shard is not None
+        own = chunk._replace(targets_C=shard.local(chunk.targets_C, width))
+        partial = PartialRows.empty(rows, results.loss.dtype, results.loss.device)
+        self.kernels.partial_rows(own, partial)
+        combine(partial, chunk.targets_C, chunk.call, shard, results)
+        if write_gradient:
+            self.kernels.backward_rows(own, LogitsGradient.of_loss(results.lse, factor_C, chunk.call, results.nll))
+
+    def _products(self, hidden_ND: Tensor, weight_VD: Tensor, of: slice, rows: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yield (slice, products (C, V)) for some tokens; every chunk's products lie in the same memory."""
+        buffer_CV = with_aligned_rows(hidden_ND, min(rows, of.stop - of.start), len(weight_VD))
+        for chunk in chunks(of, len(buffer_CV)):
+            products_CV = buffer_CV[: chunk.stop - chunk.start]
+            self.kernels.multiply(hidden_ND[chunk], weight_VD.T, products_CV)
+            yield chunk, products_CV
+
+
+class LogitsSums(GradientSums):
+    """Carries each chunk's gradient of the logits to the hidden states, the weight and the bias."""
+
+    def __init__(self, inputs: Inputs, call: HeadCall, kernels: Products) -> None:
+        # The weight's gradient is float32 also for half weights: the logits are rounded once already, and sums in
+        # float16 could overflow before they are scaled.
+        rounded = call.options.float32_accumulation is False and call.compute_dtype == torch.bfloat16
+        super().__init__(inputs, call, call.compute_dtype if rounded else call.result_dtype)
+        self.kernels = kernels
+        if self.weight_VD is not None:
+            self.weight_VD.zero_()
+
+    def add(self, chunk: slice, dlogits_CV: Tensor) -> None:
+        if self.hidden_ND is not None:
+            self.kernels.multiply(dlogits_CV, self.inputs.weight_VD, self.hidden_ND[chunk])
+            if self.group is not None:
+                self.exchange(self.hidden_ND[chunk])
+        if self.weight_VD is not None:
+            self.kernels.multiply_add(dlogits_CV.T, self.inputs.hidden_ND[chunk], self.weight_VD)
+        if self.bias_V is not None:
+            self.bias_V.add_(dlogits_CV.sum(0, dtype=self.bias_V.dtype))
+
+    def finish(self) -> Gradients:
+        """Return the gradients; the bias' is divided by the scale, as the bias is added to scaled products."""
+        if self.bias_V is not None:
+            self.bias_V.div_(self.scale)
+        return super().finish()
