@@ -68,8 +68,8 @@ class MemoryLedger(TorchDispatchMode):
         for result in out if isinstance(out, tuple | list) else (out,):
             if isinstance(result, Tensor):
                 self._enter(result, heading)
-        if func is torch.ops.aten.all.default:
-            self._entries[id(out.untyped_storage())].holds = True
+            if func is torch.ops.aten.all.default:
+                self._entries[id(result.untyped_storage())].holds = True
         return out
 
     @contextmanager
