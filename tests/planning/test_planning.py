@@ -299,7 +299,7 @@ def test_a_sweep_of_plans_ends_with_a_table_of_their_peaks(tmp_path):
     assert done.status == 0, done.output
     for number, loss in enumerate(("standard", "chunked")):
         peak = json.loads((tmp_path / str(number) / "plan.json").read_text())["peak_gib"]
-        assert re.search(rf"\| {loss} +\| +{peak:.3f} \| planned", done.output), done.output
+        assert re.search(rf"\| {loss} +\| {peak:.3f} +\| planned", done.output), done.output
 
 
 @pytest.mark.slow
