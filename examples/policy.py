@@ -86,7 +86,7 @@ def warm_up(model: nn.Module, trainer: Any) -> None:
     batches: list[dict[str, Tensor]] = [
         {"input_ids": i, "labels": o} for i, o in zip(ids.split(40), labels.split(40), strict=True)
     ]
-    optimizer = partial(torch.optim.AdamW, lr=3e-3)
+    optimizer = partial(torch.optim.AdamW, lr=2e-3)
     module = FusedCausalLMModule(model, None, optimizer, get_constant_schedule)
     trainer(max_epochs=2).fit(module, torch.utils.data.DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
 
@@ -104,11 +104,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "rollouts.jsonl")
         write_rollouts(model, file, seed=0)
-        optimizer = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.0)
+        optimizer = partial(torch.optim.AdamW, lr=5e-4, weight_decay=0.0)
         module = FusedPolicyModule(model, PolicyLoss("grpo"), optimizer, get_constant_schedule)
         data = OwnRollouts(file, batch_size=PROMPTS * ATTEMPTS, vocab_size=13)
         rounds = trainer(
-            max_epochs=ROUNDS, reload_dataloaders_every_n_epochs=1, gradient_clip_val=0.3, limit_val_batches=0
+            max_epochs=ROUNDS, reload_dataloaders_every_n_epochs=1, gradient_clip_val=1.0, limit_val_batches=0
         )
         rounds.fit(module, data)
     print(f"after {ROUNDS} rounds of attempts {share_of_right(model):.0%}")

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
 
 from lit_fused.app.commands import run
 from lit_fused.app.overrides import with_run
@@ -36,9 +36,15 @@ def main(conf: str = _PACKAGED) -> None:
         if meant := _meant(word, folder):
             sys.exit(f"{word}: there is no such choice. For a model or data of your own: {meant}")
     warnings.filterwarnings("ignore", message="The version_base parameter")  # of Hydra 1.4; 1.3 warns without it
+    composed: list[DictConfig] = []
+
+    def job(cfg: DictConfig) -> float | None:
+        composed.append(cfg)
+        return run(cfg)
+
     try:
         sys.argv[1:] = with_run(sys.argv[1:])
-        hydra.main(version_base="1.3", config_path=conf, config_name="train")(run)()
+        hydra.main(version_base="1.3", config_path=conf, config_name="train")(job)()
     except UserError as error:
         sys.exit(str(error))
     except KeyboardInterrupt:  # Within a job ``run`` has caught it. It ends here where others do the jobs.
@@ -46,7 +52,7 @@ def main(conf: str = _PACKAGED) -> None:
         sys.exit(128 + signal.SIGINT)
     except SystemExit as ended:
         has_own = any(word.lstrip("+").startswith(("experiment=", "--config")) for word in sys.argv)
-        if ended.code and has_own and not HydraConfig.initialized():  # Nothing was composed.
+        if ended.code and has_own and not composed and not {"-m", "--multirun"}.intersection(sys.argv):
             print(_OWN, file=sys.stderr)
         raise
 

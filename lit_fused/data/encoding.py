@@ -120,7 +120,7 @@ class Encoding:
         options = {"whole_sequences": self.whole_sequences, "mask_token": self.masks_tokens}
         return train_tokenizer(texts, vocab_size, **options)
 
-    def rows(self, rows: Any, tokenizer: PreTrainedTokenizerBase | None, seed: int) -> Any:
+    def rows(self, rows: Any, tokenizer: Any, seed: int) -> Any:
         """Return what becomes of the rows (:class:`lit_fused.data.packing.Rows`) of a store, or of several mixed."""
         return rows
 
@@ -253,7 +253,7 @@ class TextEncoding(Encoding):
     def encoder(self, tokenizer: PreTrainedTokenizerBase, block_size: int) -> TextEncoder:
         return TextEncoder(tokenizer, 0, self)  # Its tokens are the same for blocks of any size.
 
-    def rows(self, rows: Any, tokenizer: PreTrainedTokenizerBase | None, seed: int) -> Any:
+    def rows(self, rows: Any, tokenizer: Any, seed: int) -> Any:
         if not self.masks_tokens:
             return rows
         from lit_fused.data.masked_rows import MaskedRows

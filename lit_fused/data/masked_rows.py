@@ -20,7 +20,6 @@ from lit_fused.data.encoding import TextEncoding
 from lit_fused.data.packing import Rows
 from lit_fused.data.tokenizer import vocab_size_of
 from lit_fused.data.tokens import Integers
-from lit_fused.errors import UserError
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
 _SPACES = "\u2581\u0120\u010a\u0109\u010d"  # Vocabularies write white space so.
@@ -33,15 +32,7 @@ class MaskedRows(Rows):
     not drawn, as in validation, are those of draw 0.
     """
 
-    def __init__(
-        self, rows: Rows, tokenizer: PreTrainedTokenizerBase | None, encoding: TextEncoding, seed: int
-    ) -> None:
-        if tokenizer is None or tokenizer.mask_token_id is None:
-            name = getattr(tokenizer, "name_or_path", "")
-            raise UserError(
-                f"the tokenizer {name} has no mask token, which a masked language model needs; give one that has "
-                "(data.tokenizer=NAME_OR_FOLDER), or data.tokenizer=null to train one on the text"
-            )
+    def __init__(self, rows: Rows, tokenizer: PreTrainedTokenizerBase, encoding: TextEncoding, seed: int) -> None:
         assert encoding.mask_probability is not None
         self.rows, self.seed, self.num_rows = rows, seed, len(rows)
         self.share_of_tokens, self.probability = rows.share_of_tokens, encoding.mask_probability

@@ -26,7 +26,6 @@ from torch.utils.data import Dataset
 
 from lit_fused.data.loader import counted, pad_right
 from lit_fused.data.tokens import Integers, Tokens
-from lit_fused.errors import UserError
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
 
@@ -136,11 +135,6 @@ class SingleDocuments(Rows):
         self.starts, self.lengths = cut_documents(store.ends, block_size)
         self.num_rows = len(self.starts)
         self.contents = self._documents_in_rows("at most ")
-        if not self.num_rows:
-            raise UserError(
-                f"none of the {store.num_documents:,} documents has two tokens, one to read and one to predict; choose "
-                "data.packing=stream, or give longer documents"
-            )
 
     def _row(self, index: int) -> dict[str, Tensor]:
         tokens, labels = self._piece(index)

@@ -104,7 +104,7 @@ def supported_layer(layer: nn.Module, owner: nn.Module) -> nn.Module:
 def _is_changed_by_hooks(layer: nn.Module) -> bool:
     """Return whether hooks give a linear layer its weight, or another output or gradient than its own forward has.
     FSDP2's must not run here."""
-    weight = getattr(layer, "weight", None)
+    weight: Any = getattr(layer, "weight", None)
     if not isinstance(layer, nn.Linear) or isinstance(layer, FSDPModule) or type(weight) not in (nn.Parameter, Tensor):
         return False
     if "weight" not in dict(layer.named_parameters(recurse=False)):

@@ -12,8 +12,8 @@ from lit_fused.ops.label_checks import IGNORE_INDEX, check_one_per_position, che
 
 
 class ModelInternalLoss(Loss):
-    """``model(**batch, labels=labels).loss``, as a sum and a count: a reference, and for models whose loss is more than
-    cross entropy. Refused where it pairs positions and labels otherwise than the module does."""
+    """The model's own, ``model(**batch, labels=labels).loss``, as a sum and a count: a reference, and for models whose
+    loss is more than cross entropy. Refused where it pairs positions and labels otherwise than the module does."""
 
     builds_logits = True
 

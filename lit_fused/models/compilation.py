@@ -114,8 +114,11 @@ def _call(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if torch.compiler.is_compiling() or is_eager():  # Code around the layer is compiled together with it.
-        return part._call_impl(*args, **kwargs)
+    if torch.compiler.is_compiling():  # Code around the layer is compiled together with it.
+        return compiled(*args, **kwargs)
+    if is_eager():
+        with torch.compiler.set_stance("force_eager"):
+            return compiled(*args, **kwargs)
     try:
         return compiled(*args, **kwargs)
     except torch._dynamo.exc.TorchDynamoException as error:  # pyright: ignore[reportAttributeAccessIssue]

@@ -107,13 +107,8 @@ class Sharded(Placement):
             for unit in parts:
                 fully_shard(unit, mesh=data, reshard_after_forward=reshards)
             fully_shard(model, mesh=data)
-            for method in (
-                "prepare",
-                "spot_check",
-                "check_packing",
-                "token_losses",
-                "run_with",
-            ):  # They run forward, too.
+            # They run forward, too.
+            for method in ("prepare", "spot_check", "check_packing", "token_losses", "run_with"):
                 register_fsdp_forward_method(model, method)
 
     def _all_have_room(self, parts: list[list[nn.Module]], group: dist.ProcessGroup) -> bool:

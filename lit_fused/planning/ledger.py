@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -68,8 +69,8 @@ class MemoryLedger(TorchDispatchMode):
         for result in out if isinstance(out, tuple | list) else (out,):
             if isinstance(result, Tensor):
                 self._enter(result, heading)
-        if func is torch.ops.aten.all.default:
-            self._entries[id(out.untyped_storage())].holds = True
+            if func is torch.ops.aten.all.default:
+                self._entries[id(result.untyped_storage())].holds = True
         return out
 
     @contextmanager
@@ -141,6 +142,16 @@ class MemoryLedger(TorchDispatchMode):
 class CudaFunctions(TorchFunctionMode):
     """A mode in which functions allocate as they do on a GPU."""
 
+    def __enter__(self) -> "CudaFunctions":
+        # No mode sees this function, and in float32 it takes no fake tensors.
+        self._products = mock.patch.object(F, "grouped_mm", _grouped_product)
+        self._products.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._products.stop()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         replacement = _REPLACED.get(func)
@@ -202,6 +213,10 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, None
 
 
+def _grouped_product(rows: Tensor, matrices: Tensor, **_: Any) -> Any:
+    return _GroupedProduct.apply(rows, matrices)
+
+
 class _GroupedProduct(torch.autograd.Function):
     """Rows (S, D) times each expert's own matrix of (E, D, F)."""
 
@@ -221,6 +236,4 @@ _REPLACED: dict[Any, Callable[..., Tensor]] = {
     F.dropout: lambda input, p=0.5, training=True, inplace=False: (
         torch.native_dropout(input, p, True)[0] if training and p else input
     ),
-    # F.grouped_mm calls it; the fake operator knows bfloat16 only.
-    torch._grouped_mm: lambda rows, matrices, **_: _GroupedProduct.apply(rows, matrices),  # pyright: ignore[reportPrivateImportUsage]
 }

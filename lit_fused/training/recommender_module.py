@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -166,11 +165,8 @@ class FusedRecommenderModule(FusedLMModule):
         """Return the module that :meth:`save_pretrained` wrote, in evaluation mode. ``backbone`` is needed if it is
         none of lit_fused's own; ``options`` are those of the class."""
         folder = Path(folder)
-        try:
-            saved = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))
-            weights = load_file(folder / _WEIGHTS)
-        except (OSError, ValueError, TypeError, SafetensorError) as error:
-            raise UserError(f"{folder} has no exported recommender ({error}); give RUN/exported") from error
+        saved = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))
+        weights = load_file(folder / _WEIGHTS)
         if backbone is None:
             if saved["backbone"] not in ("SASRec", "BidirectionalItems"):
                 raise UserError(f"{folder} has a {saved['backbone']}, a backbone of your own: pass backbone=")

@@ -79,7 +79,8 @@ def test_it_trains_with_the_users_own_choices_and_the_hint_resumes_as_it_was_sta
     hint = re.search(r"Stopped at step 4. Resume with:\n  (\S*lit-fused .*)\n", stopped.output)
     assert hint, stopped.output
     words = shlex.split(hint[1])
-    assert words[1:4] == ["--config-dir", "my conf", "experiment=mine"]
+    assert words[1:3] == ["--config-dir", "my conf"]
+    assert words[3].startswith("ckpt_path="), "the rest lies beside the checkpoint"
 
     more = ["~callbacks.stops", "trainer.max_steps=6", "hydra.run.dir=resumed"]
     resumed = run_forked(script, tmp_path, [*words[1:], *more], [{}])

@@ -22,10 +22,6 @@ class Scores(FusedCausalLMModule):
         self.log("val/score", self.values[self.trainer.global_step // 2 - 1])
 
 
-class Falling(Scores):
-    values = (0.3, 0.5, 0.4, 0.2)
-
-
 class Improving(Scores):
     values = (3.0, 2.0, 1.0, 0.5, 0.4, 0.3)
 
@@ -65,24 +61,6 @@ def test_early_stopping_is_named_with_the_best_value_its_step_and_what_is_export
     assert card(out)["trained for"] == "6 optimizer steps of 10"
     assert card(out)["val/score"] == "1.5"
     assert card(out)["val/loss"] == f"{losses[6]:.4g}" != f"{losses[10]:.4g}"
-
-
-def test_a_metric_that_grows_is_compared_the_other_way(tmp_path, capsys):
-    stopping, out = EarlyStopping("val/score", mode="max", patience=1), tmp_path / "out"
-    report = fit(tmp_path, stopping, saver(tmp_path, "max"), ExportPretrained(out, which="best"), kind=Falling)
-    assert "best val/score 0.5 at step 4; the weights of step 4 are" in capsys.readouterr().out
-    assert report.best == ("val/score", 0.5, 4)
-    assert card(out)["val/score"] == "0.5"
-
-
-def test_a_threshold_that_is_reached_ends_the_run_with_its_best_step(tmp_path, capsys):
-    stopping, out = EarlyStopping("val/score", stopping_threshold=1.6), tmp_path / "out"
-    fit(tmp_path, stopping, saver(tmp_path), ExportPretrained(out, which="best"))
-    assert (
-        "stopped the run at step 6: Stopping threshold reached: val/score = 1.5 < 1.6; best val/score 1.5 at step 6; "
-        "the weights of" in capsys.readouterr().out
-    )
-    assert card(out)["trained for"] == "6 optimizer steps"
 
 
 def test_nothing_is_said_of_a_run_that_has_all_its_steps_and_ends_with_the_best(tmp_path, capsys):

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from chat_templates import make_tokenizer
-from tokenizers import processors
 
 from lit_fused.data import InstructionEncoding
 from lit_fused.data.instruction_encoding import InstructionEncoder
@@ -50,17 +49,6 @@ def test_a_sentencepiece_tokenizer_puts_no_space_where_there_is_none():
     left_out = encode(tokenizer, pair("How ", "are you"))
     assert not len(left_out.tokens)
     assert left_out.notes[0].startswith("left out: the prompt's end and the completion's beginning share a token")
-
-
-@pytest.mark.parametrize("closing", ["", " </s>"])
-def test_a_tokenizer_that_frames_texts_itself_gives_the_prompt_its_beginning_and_the_completion_one_end(closing):
-    tokenizer = make_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        f"<s> $A{closing}", special_tokens=[("<s>", 0), ("</s>", 1)]
-    )
-    encoded = encode(tokenizer, pair("How are", " you?"))
-    assert tokenizer.decode(encoded.tokens) == "<s>How are you?</s>"
-    assert tokenizer.decode(encoded.tokens[encoded.wanted]) == " you?</s>"
 
 
 def test_alpaca_records_with_and_without_input():

@@ -178,13 +178,6 @@ def test_a_run_that_is_resumed_within_an_epoch_ends_with_the_weights_of_one_that
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-def test_a_tokenizer_without_a_mask_token_is_refused_with_what_to_do(tmp_path):
-    masked_data(tmp_path, mask_probability=None).tokenizer.save_pretrained(tmp_path / "plain")
-    data = masked_data(tmp_path, tokenizer=tmp_path / "plain")
-    with pytest.raises(UserError, match="has no mask token, which a masked language model needs; give one that has"):
-        data.train_dataloader()
-
-
 @pytest.mark.slow
 def test_the_command_trains_resumes_validates_and_exports_a_model_that_fills_in_masks(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from commands import TINY_MODEL, train
-from data_modules import chat_data, pairs_data, ready, text_data, tokens_data
+from data_modules import ready, text_data
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_helpers import quiet_trainer, tiny_llama
 
@@ -144,33 +144,6 @@ def test_held_out_data_of_their_own_leave_all_of_the_path_to_train_on(paths, tmp
     assert [*one.val_dataloader()] == ["code"]
     assert "def f_" in one.tokenizer.decode(one.held_out_prompt()[0])
     assert one.source_names == [str(paths["web"]), str(paths["code"])]
-
-
-def test_every_kind_of_data_may_be_several(tmp_path):
-    def written(name: str, records: list[Any]) -> Path:
-        (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in records))
-        return tmp_path / name
-
-    def chat(word: str) -> Path:
-        turns = [
-            [{"role": "user", "content": f"{word} {i}?"}, {"role": "assistant", "content": word}] for i in range(9)
-        ]
-        return written(f"{word}.jsonl", [{"messages": turn} for turn in turns])
-
-    def pairs(word: str) -> Path:
-        return written(f"{word}.jsonl", [{"source": f"{word} {i}", "target": f"{i} {word}"} for i in range(9)])
-
-    def tokens(word: str) -> Path:
-        np.random.default_rng(len(word)).integers(0, 300, 400, dtype=np.uint16).tofile(tmp_path / f"{word}.bin")
-        return tmp_path / f"{word}.bin"
-
-    sizes = {**SIZES, "block_size": 64, "val_fraction": 0.3, "cache_dir": tmp_path}
-    for kind, file in ((chat_data, chat), (pairs_data, pairs), (tokens_data, tokens)):
-        data = ready(kind(path={"a": file("one"), "b": file("three")}, weights={"a": 1, "b": 2}, **sizes))
-        assert {*next(iter(data.train_dataloader()))} >= {"input_ids", "labels"}
-        assert [*data.val_dataloader()] == ["a", "b"]
-    apart = ready(tokens_data(path={"a": tokens("one")}, val_path={"b": tokens("three")}, **sizes))
-    assert [store.num_tokens for store in (apart.prepared.train, apart.prepared.val)] == [400, 400]
 
 
 def test_a_set_may_have_options_of_its_own(tmp_path):

@@ -12,7 +12,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lit_fused.data import IGNORE_INDEX
 from lit_fused.data.pair_encoding import PairEncoder, PairEncoding
-from lit_fused.data.tokenizer import train_tokenizer
 from lit_fused.errors import UserError
 
 
@@ -142,12 +141,3 @@ def test_a_tiny_t5_trains_on_a_file_of_pairs_by_the_command(tmp_path):
     assert metrics["val/loss"] < math.log(300) - 1  # a nat below the uniform guess
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "exported")
     assert tokenizer("red")["input_ids"][-1] == tokenizer.eos_token_id
-
-
-def test_a_tokenizer_of_whole_sequences_encodes_a_word_alike_wherever_it_stands_and_ends_each(tmp_path):
-    train_tokenizer(["read the file and read it\n" * 20], 300, whole_sequences=True).save_pretrained(tmp_path)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    ids = tokenizer("read file read")["input_ids"]
-    assert ids[-1] == 0
-    assert ids[0] == ids[-2]
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "read file read"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+from datasets import config
 from datasets.arrow_writer import ArrowWriter
 from fake_hub import fake_hub
 
@@ -136,7 +137,7 @@ def test_a_pipe_or_a_log_file_gets_no_progress_bars(tmp_path, capfd):
 
 
 def test_the_rollouts_of_each_round_leave_no_copy_in_the_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
     rollouts = [{"prompt_ids": [1, 2], "completion_ids": [3], "reward": float(i)} for i in range(4)]
     for number in range(2):
         (tmp_path / f"{number}.jsonl").write_text("".join(json.dumps(rollout) + "\n" for rollout in rollouts))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-from recommender_libraries import FusedRecTools, FusedRePlay
+from fused_recommenders import FusedRecTools, FusedRePlay
 
 ITEMS, WIDTH = 11, 8
 

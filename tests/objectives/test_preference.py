@@ -205,15 +205,6 @@ def test_pairs_without_answers_weigh_nothing_and_a_batch_of_them_is_zero():
     assert all(p.grad is not None and not p.grad.any() for p in module.parameters())
 
 
-def test_the_last_batch_of_an_evaluation_may_have_a_single_row_and_the_first_may_not():
-    module = module_of("kto", tiny_model("llama"), reference=perturbed("llama", torch.float32))
-    with pytest.raises(UserError, match="two rows or more"):
-        module.model(singles(1))
-    module.model(singles(2))
-    with torch.no_grad():
-        assert module.model(singles(1)).stats["kl"] == 0
-
-
 @pytest.mark.parametrize(
     ("objective", "change", "message"),
     [

@@ -166,13 +166,6 @@ def test_a_chunk_is_a_hundredth_of_the_memory_of_a_gpu(memory_gib, chunk_mib):
     assert 0.8 * chunk_mib < found_mib - gradients_mib < 1.1 * chunk_mib
 
 
-def test_accumulated_gradients_are_there_in_every_forward():
-    alone, accumulated = (predicted(from_config(config()), accumulate_grad_batches=k) for k in (1, 3))
-    weights = alone.phases["backward"]["weights"]
-    assert accumulated.phases["backward"]["gradients"] == pytest.approx(weights, rel=0.02)
-    assert alone.phases["backward"].get("gradients", 0) < 0.5 * weights
-
-
 @pytest.mark.slow
 def test_fsdp_divides_what_it_shards_and_nothing_else():
     whole, divided = (predicted(from_config(config()), strategy=Spread(shards=n)) for n in (1, 4))
@@ -306,7 +299,7 @@ def test_a_sweep_of_plans_ends_with_a_table_of_their_peaks(tmp_path):
     assert done.status == 0, done.output
     for number, loss in enumerate(("standard", "chunked")):
         peak = json.loads((tmp_path / str(number) / "plan.json").read_text())["peak_gib"]
-        assert re.search(rf"\| {loss} +\| +{peak:.3f} \| planned", done.output), done.output
+        assert re.search(rf"\| {loss} +\| {peak:.3f} +\| planned", done.output), done.output
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import distillation_run
-import packing
 from cells import run_cells
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -55,20 +54,6 @@ def test_the_limit_of_measured_steps_does_not_count_the_warm_up(tmp_path):
     ]  # fmt: skip
     assert rows[3]["error"].endswith("RuntimeError: out of memory")
     assert json.loads(out.read_text()) == rows
-
-
-def test_packed_rows_of_the_benchmark_are_whole_documents_and_padded_ones_end_where_they_end():
-    packed = packing.batches_of("documents", 3, 64, 100)
-    assert len(packed) == packing.BATCHES
-    for batch in packed:
-        follows = batch["position_ids"][:, 1:] == batch["position_ids"][:, :-1] + 1
-        assert (follows | (batch["position_ids"][:, 1:] == 0)).all()
-        assert (batch["position_ids"][:, 0] == 0).all()
-        assert ((batch["labels"] == -100) == (batch["position_ids"] == 0)).all()
-    for batch in packing.batches_of("none", 3, 64, 100):
-        assert ((batch["labels"] == -100) == (batch["attention_mask"] == 0)).all()
-        assert batch["attention_mask"].bool().all(0).any()
-        assert batch["attention_mask"][:, -1].any()
 
 
 @pytest.fixture

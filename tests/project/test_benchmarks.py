@@ -143,11 +143,6 @@ def test_training_with_two_heads_is_compared_by_seeds_and_goes_on_where_it_stopp
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
     assert "| exact | 0 |" in (tmp_path / "training.tables.md").read_text()
 
-    with pytest.raises(SystemExit, match="another learning_rate"):
-        trained(tmp_path, "--learning-rate", "0.1")
-    assert trained(tmp_path, "--losses", "exact", "--seeds", "2", "--minutes", "0")["not_run"] == ["exact, seed 2"]
-    assert "| exact, seed 2 | | not run yet |" in capsys.readouterr().out
-
 
 def run_of_a_pipeline(folder: Path, peaks: list[float]) -> None:
     folder.mkdir(parents=True)

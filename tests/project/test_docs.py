@@ -106,18 +106,6 @@ def check_reference(site: Path) -> None:
         assert " ".join(first.split()[:4]) in text, name
 
 
-@pytest.mark.parametrize("room", ["", *(f".{room}" for room in build_site.ROOMS)])
-def test_the_reference_lists_every_public_name_of_a_room_and_where_it_is_defined(room: str) -> None:
-    module = __import__(f"lit_fused{room}", fromlist=["_"])
-    found = build_site.public_names(module.__name__)
-    assert {name.rpartition(".")[2] for name in found} >= set(getattr(module, "__all__", ()))
-    for name, place in found.items():
-        owner, _, attribute = place.rpartition(".")
-        assert getattr(module, name.rpartition(".")[2]) is getattr(__import__(owner, fromlist=["_"]), attribute)
-    pages = build_site.reference_pages()
-    assert all(any(f"::: {place}\n" in page for page in pages.values()) for place in found.values())
-
-
 @pytest.mark.slow
 @needs_site
 def test_a_link_that_leads_nowhere_fails_the_build(tmp_path: Path) -> None:

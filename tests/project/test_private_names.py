@@ -36,14 +36,12 @@ PUBLIC = {"_asdict", "_fields", "_replace"}  # of named tuples
 LISTED = {
     # heads, integrations and models
     "_attn_implementation": "transformers shows a model's attention by no other name",
-    "_call_impl": "the module's call without compilation, for layers whose compiler failed",
     "_compiled_call_impl": "nn.Module.compile cannot be taken back, nor asked for, by a public name",
     "_orig_mod": "the module inside torch.compile's wrapper",
     "_dynamo": "optimize_ddp, and the error of a compiler that fails",
     # callbacks
     "_broadcast_sigterm_tensor": "Lightning's question to all ranks before each batch, which every device waits for",
     # planning
-    "_grouped_mm": "what F.grouped_mm calls, which has no fake form in float32",
     "_python_dispatch": "where torch documents TorchDispatchMode",
     "_subclasses": "FakeTensor: tensors without bytes",
     # parallel, pipeline and training

@@ -1,7 +1,6 @@
 """A student and its teacher in fits: it learns, under every strategy, and what does not fit is refused."""
 
 import copy
-from functools import partial
 from typing import Any
 
 import pytest
@@ -9,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from frozen_cases import MODEL, fitted, other_model, rows
 from lightning_helpers import loader, quiet_trainer
-from strategy_cases import TRAINED, assert_as_in_one_process, stored_scores
-from tiny_models import sharpen, tiny_model
+from strategy_cases import TRAINED, assert_as_in_one_process
+from tiny_models import tiny_model
 
 from lit_fused import CrossEntropyLoss, DistillationLoss, FusedDistillationModule
 from lit_fused.errors import UserError
@@ -44,20 +43,6 @@ def test_an_accumulated_step_is_that_of_the_logits_of_both_over_all_tokens(tmp_p
     for before, after in zip(student.parameters(), module.backbone.parameters(), strict=True):
         assert before.grad is not None
         torch.testing.assert_close(after, before - 0.1 * before.grad, rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_stored", [False, True])
-def test_a_student_comes_near_its_teacher(is_stored, tmp_path):
-    teacher, batches = sharpen(other_model(), 20), BATCHES
-    if is_stored:
-        batches = [batch | stored_scores(teacher, batch, 12) for batch in BATCHES]
-    optimizer = partial(torch.optim.AdamW, lr=1e-2)
-    beside = None if is_stored else teacher
-    module = FusedDistillationModule(tiny_model(MODEL), None, optimizer, TRAINED[1], teacher=beside)
-    first = divergence(module, teacher)
-    fitted(tmp_path, module, batches, max_epochs=30)
-    assert divergence(module, teacher) < first / 4
 
 
 def divergence(module: FusedDistillationModule, teacher: Any) -> float:

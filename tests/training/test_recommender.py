@@ -352,22 +352,6 @@ def test_an_export_is_loaded_whole_or_refused_and_its_biases_train_on(tmp_path):
         FusedRecommenderModule.from_folder(tmp_path / "exported", Renamed())
 
 
-@pytest.mark.parametrize(
-    ("file", "change"),
-    [
-        ("recommender.json", lambda text: text[:20]),
-        ("model.safetensors", lambda content: content[:300]),
-    ],
-)
-def test_a_damaged_export_is_refused_in_one_sentence(file, change, tmp_path):
-    module_of().save_pretrained(tmp_path / "exported")
-    path = tmp_path / "exported" / file
-    path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(UserError, match=r"exported has no exported recommender \(.*\); give RUN/exported$") as error:
-        FusedRecommenderModule.from_folder(tmp_path / "exported")
-    assert "\n" not in str(error.value)
-
-
 def test_a_backbone_and_a_table_of_ones_own(tmp_path):
     class Mean(nn.Module):
         def __init__(self, table: nn.Embedding) -> None:

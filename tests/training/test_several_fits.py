@@ -75,15 +75,6 @@ def test_a_fit_after_lightnings_searches_is_a_fresh_one_with_what_they_found(sea
     assert not [*tmp_path.glob(".*")]
 
 
-def test_a_learning_rate_is_searched_twice_with_two_trainers(tmp_path):
-    module, data = FusedCausalLMModule(tiny_llama()), Rows()
-    found = [
-        Tuner(trainer_of(tmp_path)).lr_find(module, datamodule=data, num_training=14, update_attr=False, **RATES)
-        for _ in range(2)
-    ]
-    assert found[0].results == found[1].results  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize("order", [1, -1])
 def test_both_finders_in_one_fit_and_the_schedule_goes_by_what_they_found(order, tmp_path):
     finders = [LearningRateFinder(num_training_steps=14, **RATES), BatchSizeFinder(**SIZES)][::order]

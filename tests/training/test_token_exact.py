@@ -106,19 +106,6 @@ def test_a_learning_rate_finder_sees_mean_losses(tmp_path):
     assert len(found) > 4
 
 
-@pytest.mark.parametrize("kind", ["default", "partial", "instance"])
-def test_the_rate_that_a_learning_rate_finder_suggests_is_trained_with(kind, tmp_path):
-    backbone = tiny_llama()
-    given = {"default": None, "partial": partial(SGD, lr=1e-3), "instance": SGD(backbone.parameters(), lr=1e-3)}[kind]
-    trained, trainer = FusedCausalLMModule(backbone, optimizer=given), quiet_trainer(tmp_path, max_epochs=1)
-    batches = loader(ragged_batches(14))
-    finder: Any = Tuner(trainer).lr_find(trained, batches, min_lr=1e-5, max_lr=1e-2, num_training=14)
-    assert trained.learning_rate == finder.suggestion()
-    trained.make_scheduler = None
-    trainer.fit(trained, batches)
-    assert {group["lr"] for group in trainer.optimizers[0].param_groups} == {finder.suggestion()}
-
-
 CHANGES: dict[str, Any] = {
     "doubled": lambda self, loss: 2 * loss,
     "with a penalty": lambda self, loss: loss + 0.1 * self.backbone.lm_head.weight.square().sum(),

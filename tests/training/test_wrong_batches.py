@@ -86,12 +86,6 @@ def test_rollouts_of_another_model_warn_with_their_divergence() -> None:
         LanguageModel(tiny_llama(), PolicyLoss()).spot_check(rollouts)
 
 
-def test_a_fused_model_that_is_called_for_logits_says_so_once() -> None:
-    model = fuse(tiny_llama())
-    with pytest.warns(UserWarning, match="a fused model was called for training without labels"):
-        model(IDS, num_items_in_batch=3)
-
-
 def test_copies_of_a_fused_model_in_one_process_are_refused() -> None:
     with pytest.raises(UserError, match=r"nn.DataParallel runs copies of a model"):
         fuse(tiny_llama())._replicate_for_data_parallel()

@@ -50,8 +50,8 @@ def fit(cfg: DictConfig) -> float | None:
             _finish(trainer, module, data, cfg.ckpt_path)
         if fits and cfg.test:
             measured = dict(trainer.callback_metrics)  # The test begins with none.
-            savers: list[Any] = trainer.checkpoint_callbacks
-            best = next((saver.best_model_path for saver in savers if saver.monitor and saver.best_model_path), None)
+            savers: list[Any] = [saver for saver in trainer.checkpoint_callbacks if getattr(saver, "monitor", None)]
+            best = next((saver.best_model_path for saver in savers if saver.best_model_path), None)
             trainer.test(module, data, ckpt_path=trainer.strategy.broadcast(best), verbose=False)
             trainer.callback_metrics.update(measured)
         value = report(trainer, module, cfg).get(cfg.metric, math.nan)
