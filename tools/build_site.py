@@ -55,12 +55,14 @@ def public_names(module: str, root: Path = ROOT) -> dict[str, str]:
     file = root.joinpath(*module.split("."), "__init__.py")
     found = {}
     for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lit_fused"):
+        source = f"{module}.{node.module}" if isinstance(node, ast.ImportFrom) and node.level else ""
+        if isinstance(node, ast.ImportFrom) and (source or (node.module or "").startswith("lit_fused")):
+            source = source or str(node.module)
             for alias in node.names:
                 name = alias.asname or alias.name
-                package = root.joinpath(*str(node.module).split("."), "__init__.py").exists()
-                defined = public_names(str(node.module), root).get(f"{node.module}.{alias.name}") if package else None
-                found[f"{module}.{name}"] = defined or f"{node.module}.{alias.name}"
+                package = root.joinpath(*source.split("."), "__init__.py").exists()
+                defined = public_names(source, root).get(f"{source}.{alias.name}") if package else None
+                found[f"{module}.{name}"] = defined or f"{source}.{alias.name}"
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
             found[f"{module}.{node.name}"] = f"{module}.{node.name}"

@@ -28,9 +28,9 @@ Each of {cells} cells trains a tiny model ({models}) for three steps of AdamW wi
 (four for `fsdp2_tp`, `pp_ddp`, `pp_fsdp2`), four micro-batches a step with ragged labels, some without a label. \
 [strategies.json](strategies.json) has every cell.
 
-A field has, for the cell in which it is largest, the relative error against float64 of the first step's gradients and \
-of the weights after three, and how many times the error of one process with one large batch and the model's own \
-logits that is at most. Empty: not compared.
+Each field shows the largest relative errors against float64 among the cells of a strategy: of the first step's \
+gradients, and of the weights after three steps. The last figure is the largest ratio of a cell's error to that of one \
+process, which trains with one large batch and the model's own logits. Empty: not compared.
 
 """
 

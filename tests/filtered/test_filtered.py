@@ -5,7 +5,6 @@ Groups have 64 rows here instead of 2048, unless a test says otherwise: the rule
 """
 
 import itertools
-import math
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from head_cases import budget_for, error, grad_of, live_bytes, make, run
+from head_cases import budget_for, error, live_bytes, make, run
 from kernels_of import kernels_of
 from torch import Tensor
 from torchrun import call as call_in_processes
@@ -23,8 +22,6 @@ from lit_fused.errors import UserError
 from lit_fused.filtered import kept_columns
 from lit_fused.filtered import linear_cross_entropy as filtered
 from lit_fused.ops import cross_entropy, linear_cross_entropy, linear_cross_entropy_reference
-from lit_fused.ops.kernel_path import HeadCall, RowResults, Wanted
-from lit_fused.ops.options import LossOptions
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -193,15 +190,6 @@ def test_groups_of_2048_rows_and_a_ragged_last_one_are_worked_on_in_chunks(token
                 assert error(ours, theirs) < 1e-12
 
 
-def test_chunks_divide_groups(monkeypatch):
-    monkeypatch.setattr(kept_columns, "GROUP_ROWS", 2048)
-    for rows in range(1, 5000):
-        within = kept_columns.rows_within_group(rows)
-        assert within <= rows
-        assert 2048 % within == 0
-        assert within == 2048 or 2 * within > rows
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_gradients_and_statistics_are_those_of_the_definition(feature, reduction):
@@ -258,17 +246,6 @@ def test_row_sums_of_the_logits_gradient_are_exact_at_any_eps_and_incoming_gradi
     found = run(filtered, tensors, targets, grad, filter_eps=eps, **options)[2][0]
     # The sums of a plain cross entropy are zero.
     assert (found[:, -1] - truth[:, -1]).norm() < 1e-13 * truth.norm()
-
-
-def test_with_a_gradient_per_token_column_sums_are_exact_only_where_these_are_equal():
-    """Each row's dropped mass is known, so weighted rows keep their sums. The tail's distribution is that of equal
-    rows: where incoming gradients differ, their columns' sums are estimates."""
-    tensors, targets = trained(bias=True)
-    for grad, exact in ((torch.full(targets.shape, 0.37), True), (unequal(targets), False)):
-        truth = run(linear_cross_entropy_reference, tensors, targets, grad, reduction="none")
-        found = run(filtered, tensors, targets, grad, reduction="none", filter_eps=EPS)
-        assert (error(found[2][2], truth[2][2]) < 1e-12) == exact
-        assert error(found[2][2], truth[2][2]) < 1e-2
 
 
 # --- errors -------------------------------------------------------------------------------------------------------
@@ -340,15 +317,6 @@ def test_float16_does_not_overflow_where_the_dropped_mass_of_a_group_times_a_lar
         assert error(ours, expected) < 2e-3
 
 
-def test_one_very_peaked_row_keeps_finite_gradients():
-    tensors, targets = trained(dtype=torch.float32)
-    with torch.no_grad():
-        tensors[0][0] *= 1e4
-    hand = definition(tensors, targets, EPS)
-    found = run(filtered, tensors, targets, filter_eps=EPS)
-    assert all(error(a, b) < 1e-5 for a, b in zip(found[2], hand.gradients, strict=True))
-
-
 def test_a_masked_vocabulary_entry_is_dropped_and_gets_no_gradient():
     tensors, targets = trained(bias=True)
     targets[targets == 3] = 4
@@ -400,18 +368,6 @@ def test_rows_beyond_the_bound_are_exact_alone_and_the_others_are_filtered_as_if
     assert found[0][1]["dropped_mass"].item() == pytest.approx(found[1][1]["dropped_mass"].item(), rel=1e-12)
 
 
-def test_the_target_of_a_row_that_is_exact_alone_may_lie_before_all_columns_that_its_group_keeps():
-    tensors, targets = trained(GROUP, bias=True, ignored=0)
-    with torch.no_grad():
-        tensors[0][1] *= 0.02
-        tensors[2][:5] -= 40
-    targets[targets < 5], targets[1] = 5, 0
-    truth = run(linear_cross_entropy_reference, tensors, targets, reduction="sum")[2]
-    _, stats, gradients = run(filtered, tensors, targets, reduction="sum", filter_eps=EPS)
-    assert 0 < stats["exact_tokens"] < GROUP
-    assert error(gradients[0][1], truth[0][1]) < 1e-13
-
-
 def test_where_many_rows_are_exact_the_groups_with_most_of_them_drop_nothing(monkeypatch):
     monkeypatch.setattr(kept_columns, "TILE_ROWS", 4)
     tensors, targets = trained(4 * GROUP, ignored=0)
@@ -427,39 +383,6 @@ def test_where_many_rows_are_exact_the_groups_with_most_of_them_drop_nothing(mon
     assert error(gradient[flat], truth[flat]) < 1e-13
     exact = [error(*(of[group * GROUP :][:GROUP] for of in (gradient, truth))) < 1e-13 for group in range(4)]
     assert exact == [False, True, False, False]
-
-
-def test_ignored_tokens_change_neither_the_groups_nor_the_bound():
-    tensors, targets = trained()
-    valid = targets != -100
-    found = run(filtered, tensors, targets, filter_eps=EPS)
-    alone = run(filtered, [tensors[0][valid], tensors[1]], targets[valid], filter_eps=EPS)
-    assert error(found[2][0][valid], alone[2][0]) < 1e-14
-    assert error(found[2][1], alone[2][1]) < 1e-14
-    assert not found[2][0][~valid].any()
-    assert all(torch.equal(found[1][name], alone[1][name]) for name in OF_FILTER)
-
-
-@pytest.mark.parametrize("others", [0.6, 0.01, 1e-5])
-def test_bounds_are_shares_of_what_the_target_leaves(others):
-    """A row gives ``others`` to entries that are not its target: a share of it to 400 small ones, the rest to one."""
-
-    def statistics_of(*shares: float) -> dict[str, Tensor]:
-        share_N = torch.tensor(shares, dtype=torch.float64)
-        p = torch.full((len(shares), 402), others, dtype=torch.float64) * share_N[:, None] / 400
-        p[:, 7], p[:, 9] = 1 - others, others * (1 - share_N)
-        tensors = [p.log(), torch.eye(402, dtype=torch.float64)]
-        return run(filtered, tensors, torch.full((len(shares),), 7), filter_eps=EPS * others)[1]
-
-    for share, exact in ((0.09, 0), (0.11, 60), (0.49, 60), (0.51, 60)):
-        stats = statistics_of(*[share] * 60)
-        assert stats["exact_tokens"] == exact
-        assert stats["dropped_mass"].item() == pytest.approx(0 if exact else 60 * share)
-        assert stats["kept_columns"].item() == pytest.approx(60 if exact else 60 * 2 / 402)
-    for share, exact in ((0.49, 0), (0.51, 5)):  # the mean is within the bound
-        stats = statistics_of(*[share] * 5, *[0.01] * 55)
-        assert stats["exact_tokens"] == exact
-        assert stats["dropped_mass"].item() == pytest.approx(55 * 0.01 + (0 if exact else 5 * share))
 
 
 KINDS, LIKE_IT = 16, 0.02
@@ -504,25 +427,6 @@ def test_confident_rows_whose_gradients_are_all_in_small_entries_are_exact(make_
         assert error(ours, expected) <= 1.1 * error(theirs, expected)
     assert stats["exact_tokens"] == len(targets)
     assert stats["dropped_mass"] == 0
-
-
-def test_where_ignored_tokens_stay_in_their_group_the_bound_counts_the_valid_ones():
-    """As on a GPU: two rows with a tenth of their gradient in small entries are little of a group of 64, not of two."""
-    v, targets = 1000, torch.full((GROUP,), -1)
-    targets[:2] = 7
-    gradient_CV = torch.zeros(GROUP, v)
-    gradient_CV[:2] = 0.2 * 0.5 / (v - 2)
-    gradient_CV[:2, 7], gradient_CV[:2, 8] = -0.5, 0.4
-    wanted = Wanted(hidden=True, weight=True, bias=False)
-    call = HeadCall(LossOptions(), -100, torch.float32, wanted, vocabulary=v, budget_mib=1.0)
-    results = RowResults.zeros(GROUP, gradient_CV.device, call)
-    results.nll[:2] = math.log(2)
-    columns = kept_columns.ColumnSums(EPS, GROUP, v, torch.float32, gradient_CV.device)
-    columns.add(slice(0, GROUP), gradient_CV, targets, results, call)
-    chosen = columns.choose(targets, targets, results.nll, call)
-    assert chosen.kept_GV.all()
-    assert not chosen.exact_N.any()
-    assert chosen.statistics.tolist() == [0, 2, 2]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels are compiled")
@@ -608,54 +512,6 @@ def test_without_gradients_nothing_is_filtered():
     for loss, stats in (in_validation, constants):
         assert torch.equal(loss, exact[0])
         assert stats.keys() == exact[1].keys()
-
-
-def test_the_statistics_are_there_without_those_of_rows():
-    tensors, targets = trained()
-    stats = filtered(tensors[0], tensors[1], targets, filter_eps=EPS, statistics=False)[1]
-    assert stats.keys() == {"nll", "lse_squared"} | OF_FILTER
-
-
-def test_a_caller_may_divide_the_statistics_in_place_before_backward():
-    tensors, targets = trained()
-    expected = run(filtered, tensors, targets, filter_eps=EPS)[2]
-    loss, stats = filtered(tensors[0], tensors[1], targets, filter_eps=EPS)
-    for value in stats.values():
-        value *= 3
-    loss.backward()
-    assert all(torch.equal(grad_of(t), gradient) for t, gradient in zip(tensors, expected, strict=True))
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_each_gradient_is_the_same_where_it_alone_is_wanted(reduction):
-    tensors, targets = trained(bias=True)
-    grad = unequal(targets) if reduction == "none" else torch.tensor(0.37, dtype=torch.float64)
-    together = run(filtered, tensors, targets, grad, filter_eps=EPS, reduction=reduction)
-    for alone in range(3):  # a frozen weight is the first of them
-        leaves = [t.detach().clone().requires_grad_(i == alone) for i, t in enumerate(tensors)]
-        loss, stats = filtered(leaves[0], leaves[1], targets, bias=leaves[2], filter_eps=EPS, reduction=reduction)
-        loss.backward(grad.to(loss.dtype))
-        assert [leaf.grad is not None for leaf in leaves] == [i == alone for i in range(3)]
-        assert torch.equal(grad_of(leaves[alone]), together[2][alone])
-        assert all(torch.equal(stats[name], value) for name, value in together[1].items())
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_second_backward_gives_the_same_gradients(reduction):
-    tensors, targets = trained(bias=True)
-    loss, _ = filtered(tensors[0], tensors[1], targets, bias=tensors[2], filter_eps=EPS, reduction=reduction)
-    first, second = (torch.autograd.grad(loss.sum(), tensors, retain_graph=True) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def test_batches_of_sequences_keep_their_shape():
-    tensors, targets = trained()
-    flat = run(filtered, tensors, targets, filter_eps=EPS, reduction="none")
-    hidden = tensors[0].detach().view(3, 100, -1)
-    folded = run(filtered, [hidden, tensors[1]], targets.view(3, 100), filter_eps=EPS, reduction="none")
-    assert torch.equal(folded[0], flat[0].view(3, 100))
-    assert torch.equal(folded[2][0], flat[2][0].view(3, 100, -1))
-    assert torch.equal(folded[2][1], flat[2][1])
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -855,13 +711,3 @@ def check(call: Call, ranks: list[dict[Call, Any]]) -> None:
         exact_head = run(linear_cross_entropy, tensors, targets, grad, **options)[2]
         for ours, theirs, filter_, exact in zip(gradients, exact_head, hand.gradients, truth[2], strict=True):
             assert error(ours, exact) <= 1.1 * (error(theirs, exact) + error(filter_, exact))
-
-
-def test_the_second_part_drops_all_of_its_columns_where_a_test_says_so():
-    call = Call("all_dropped")
-    tensors, targets, _ = inputs_of(call)
-    scale, rare = FEATURES["everything"]["scale"], SPLITS["all_dropped"][0]
-    logits = 20 * torch.tanh((scale * tensors[0] @ tensors[1].T + tensors[2]) / 20)
-    tail = logits[targets != -100].softmax(1)[:, rare:]
-    assert 0 < tail.max() < EPS / 2
-    assert targets.max() < rare

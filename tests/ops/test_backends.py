@@ -3,7 +3,6 @@
 import copy
 import functools
 import itertools
-import sys
 import warnings
 from typing import Any
 
@@ -217,33 +216,11 @@ def test_cce_without_gpu_and_compiler_runs_chunked_with_one_warning_that_names_b
     assert torch.equal(value, LinearCrossEntropyLoss("chunked", layer)(hidden, labels))
 
 
-def test_cce_keeps_its_options_bound_by_a_partial_out_of_its_stand_in(no_compiler):
-    hidden, layer, labels = make(torch.float32, bias=False)
-    loss = LinearCrossEntropyLoss(functools.partial(foreign.cce, tile_filter=None), layer)
-    value, message = one_warning(lambda: loss(hidden, labels))
-    assert "loss=cce needs" in message
-    torch.testing.assert_close(value, reference(OutputHead(layer), hidden, labels))
-
-
-def test_cce_without_its_package_says_so_even_where_there_is_a_gpu(gpu_of_capability, monkeypatch):
-    gpu_of_capability(9, 0)
-    monkeypatch.setitem(sys.modules, "cut_cross_entropy", None)
-    stand_in, message = one_warning(lambda: usable_backend(foreign.cce, torch.device("cuda")))
-    assert stand_in is chunked
-    assert "loss=cce needs the package cut_cross_entropy" in message
-
-
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
 def test_cce_on_a_capable_gpu_is_used_without_a_warning(gpu_of_capability, capability, recwarn):
     gpu_of_capability(*capability)
     assert usable_backend(foreign.cce, torch.device("cuda")) is foreign.cce
     assert not recwarn
-
-
-def test_cce_on_an_old_gpu_names_its_capability(gpu_of_capability):
-    gpu_of_capability(7, 5)
-    _, message = one_warning(lambda: usable_backend(foreign.cce, torch.device("cuda")))
-    assert "needs a CUDA GPU of compute capability 8.0 (this one has 7.5)" in message
 
 
 def is_one_sentence(message: str) -> bool:
@@ -255,14 +232,6 @@ def test_liger_without_a_gpu_is_refused():
     with pytest.raises(UserError, match="loss=liger cannot run here: it needs a CUDA GPU") as refusal:
         LinearCrossEntropyLoss("liger", layer)(hidden, labels)
     assert is_one_sentence(str(refusal.value).replace("7.0", "7"))
-
-
-def test_liger_without_its_package_is_refused_on_a_gpu_too(gpu_of_capability, monkeypatch):
-    gpu_of_capability(9, 0)
-    monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    with pytest.raises(UserError, match="loss=liger cannot run here: it needs the package liger_kernel") as refusal:
-        usable_backend(foreign.liger, torch.device("cuda"))
-    assert is_one_sentence(str(refusal.value))
 
 
 def test_torch_native_in_an_older_torch_is_refused(monkeypatch):
@@ -325,14 +294,6 @@ def test_an_object_with_call_is_a_backend():
         LinearCrossEntropyLoss(backend, layer, z_loss=1e-4)
 
 
-@pytest.mark.needs_compiler
-def test_a_partial_of_a_backend_that_builds_logits_says_so_too():
-    _, layer, _ = make(torch.float32, bias=False)
-    loss = LinearCrossEntropyLoss(functools.partial(foreign.torch_compile, z_loss=0.0), layer)
-    loss.backend_on(CPU)
-    assert loss.builds_logits
-
-
 @pytest.mark.parametrize("name", ["chunkd", "linear_cross_entropy", "foreign", "usable_backend", "_missing", "F", ""])
 def test_an_unknown_impl_is_answered_with_the_known_ones(name):
     with pytest.raises(UserError, match=f"impl='{name}' is unknown; choose one of") as refusal:
@@ -340,18 +301,6 @@ def test_an_unknown_impl_is_answered_with_the_known_ones(name):
     listed = str(refusal.value).partition("one of ")[2].partition(", or name")[0].split(", ")
     known = ["cce", "cce_torch_compile", "chunked", "liger", "torch_compile", "torch_native"]
     assert sorted(listed) == sorted([*known, "auto", "pytorch"])
-
-
-@pytest.mark.parametrize(
-    ("path", "reason"),
-    [
-        ("no_such_package.loss", "No module named 'no_such_package'"),
-        ("math.no_such_loss", "has no attribute 'no_such_loss'"),
-    ],
-)
-def test_a_dotted_path_that_leads_nowhere_says_why(path, reason):
-    with pytest.raises(UserError, match=f"impl='{path}' cannot be imported: .*{reason}"):
-        LinearCrossEntropyLoss(path)
 
 
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-4, "logits_budget_mib": 64.0, "recompute": True}
@@ -366,11 +315,6 @@ def test_an_option_that_a_backend_does_not_have_is_refused_by_name_when_it_is_co
     else:
         with pytest.raises(UserError, match=f"loss={name} has no {option}, .*choose loss=chunked"):
             LinearCrossEntropyLoss(name, **arguments)
-
-
-def test_all_options_that_are_lacking_are_named_together():
-    with pytest.raises(UserError, match="loss=cce has no label_smoothing and no z_loss"):
-        LinearCrossEntropyLoss("cce", label_smoothing=0.1, z_loss=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from composed import composed
 from distillation_cases import HEADS, LOSSES, answer, as_dtype, case, in_float64, upcast
 from head_cases import FEATURES, NAMES, choice, error, fused, grad_of, make, run, scored, upcast_scores, upcast_standard
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
-from pretrained_folders import pretrained
 from tiny_models import ScaledInTraining
 
 from lit_fused import (
@@ -24,7 +22,6 @@ from lit_fused import (
     PeakMemoryMonitor,
     UserError,
 )
-from lit_fused.app.commands.generating import generate
 from lit_fused.ops import (
     linear_cross_entropy,
     linear_cross_entropy_reference,
@@ -459,13 +456,6 @@ PRECISIONS = ["32-true", "16-mixed", "bf16-mixed", "bf16-true"]
 TRAINABLE = [(i, p) for i in ["chunked", *FOREIGN] for p in PRECISIONS if (i, p) != ("cce", "32-true")]
 
 
-def test_cce_in_float32_is_refused_with_a_sentence(tmp_path):
-    module = FusedCausalLMModule(tiny_llama(vocab_size=1024, hidden_size=64), LinearCrossEntropyLoss("cce"))
-    trainer = quiet_trainer(tmp_path, max_steps=1, accelerator="gpu", precision="32-true")
-    with pytest.raises(UserError, match="loss=cce has gradients in half precision only.*precision=bf16-mixed"):
-        trainer.fit(module, loader(ragged_batches(1)))
-
-
 @pytest.mark.parametrize(("impl", "precision"), TRAINABLE)
 def test_the_first_batch_passes_its_check_and_a_model_that_changes_its_logits_in_training_does_not(
     impl, precision, tmp_path
@@ -521,12 +511,3 @@ def test_lora_on_the_output_layer_has_gradients_as_near_to_float64_as_those_of_p
     assert len(ours) == len(truth) == 6
     for mine, theirs, exact in zip(ours, standard, truth, strict=True):
         assert error(mine, exact) <= 1.5 * error(theirs, exact)
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-def test_a_prompt_is_continued_on_the_device(precision, tmp_path, capsys):
-    folder = pretrained(tmp_path)
-    overrides = ["mode=generate", "prompt=w4 w5", "generate.temperature=0", "generate.max_new_tokens=4"]
-    overrides += ["model=pretrained", f"model.path={folder}", "trainer.accelerator=gpu", f"precision={precision}"]
-    generate(composed(*overrides))
-    assert capsys.readouterr().out.startswith("w4 w5")

@@ -80,26 +80,6 @@ def test_float32_tensors_under_autocast_are_scored_in_the_autocast_dtype():
         assert error(ours, exact) <= error(theirs, exact)
 
 
-def test_losses_of_peers_are_sums_of_scores():
-    """Weighted classes, a temperature, and a distillation of the most probable entries."""
-    (hidden, weight), targets = make()
-    logits = (hidden @ weight.T).detach()
-    classes = torch.rand(97, dtype=torch.float64)
-    valid, of_targets = targets >= 0, classes[targets.clamp(min=0)]
-    scores = token_scores(hidden, weight, targets)
-    loss = -(of_targets * scores.log_prob).sum() / of_targets[valid].sum()
-    torch.testing.assert_close(loss, F.cross_entropy(logits, targets, weight=classes))
-
-    warm = token_scores(hidden, weight, targets, scale=1 / 3.0)
-    torch.testing.assert_close(-warm.log_prob.sum(), F.cross_entropy(logits / 3, targets, reduction="sum"))
-
-    teacher = torch.randn(700, 97, dtype=torch.float64).softmax(-1)
-    p, entries = teacher.topk(97)
-    divergence = (p * (p.log() - token_scores(hidden, weight, targets, selected=entries).selected)).sum(-1)
-    expected = F.kl_div(logits.log_softmax(-1), teacher, reduction="none").sum(-1)
-    torch.testing.assert_close(divergence[valid], expected[valid])
-
-
 def test_the_lines_of_the_page_are_the_options_of_peers():
     """Losses and gradients of torch's own, and what Liger and cut-cross-entropy return beside them."""
     torch.manual_seed(0)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,12 +24,8 @@ from lit_fused.ops import (
     token_scores,
     token_scores_reference,
 )
-from lit_fused.ops.hopper import narrow_path
-from lit_fused.ops.kernel_path import HeadCall, Inputs, Wanted
-from lit_fused.ops.options import LossOptions
 from lit_fused.ops.vocabulary_parallel import ELSEWHERE, VocabularyShard
 from lit_fused.parallel.tensor import divide_output_layer
-from lit_fused.planning.planned_heads import NoKernels
 
 RANKS = 3
 SPLITS = {"even": (33, 32, 32), "uneven": (60, 7, 30), "one_empty": (50, 0, 47), "two_ranks": (49, 48)}
@@ -270,17 +265,6 @@ def test_in_float32_confident_rows_are_as_near_to_float64_as_those_of_the_whole(
         assert error(ours, exact) <= 2 * error(usual, exact) + 1e-3
 
 
-def test_ranks_with_unequal_parts_of_a_vocabulary_cut_the_same_chunks(monkeypatch):
-    monkeypatch.setattr(narrow_path, "LONGEST_SUM", 10)
-    shard: Any = SimpleNamespace(largest=60)
-    call = HeadCall(LossOptions(), -100, torch.bfloat16, Wanted(True, True, False), budget_mib=1, shard=shard)
-    rows = set()
-    for entries in SPLITS["uneven"]:
-        own = Inputs(torch.zeros(5000, 16), torch.zeros(entries, 16), None, torch.zeros(5000, dtype=torch.int64))
-        rows.add(narrow_path._Parts(own, call, NoKernels(), product=True).rows)
-    assert len(rows) == 1
-
-
 def check_scores(ranks: list[dict[str, Any]], largest: float) -> None:
     for call in ranks[0]["scores"]:
         tensors, targets, _ = inputs(call._replace(feature="everything"))
@@ -333,15 +317,6 @@ def check(call: Call, ranks: list[dict[str, Any]]) -> None:
         assert norm(ours, expected) <= 2 * norm(theirs, expected) + floor
 
 
-def test_six_numbers_per_token_are_exchanged_and_the_gradient_of_the_hidden_states_is_summed(ranks):
-    tensors, targets, _ = inputs(Call())
-    valid = int((targets >= 0).sum())
-    for rank in ranks:
-        for recompute, reduction in ((False, "mean"), (True, "sum")):
-            sent = rank["sent"][Call("plain", "uneven", reduction=reduction, recompute=recompute)]
-            assert sent == valid * (6 + tensors[0].shape[1])
-
-
 @pytest.mark.parametrize("name", HEADS)
 def test_a_divided_output_layer_is_the_whole_one_for_the_loss_and_for_logits(name, ranks):
     whole = head_answers(head_of(name, None))
@@ -363,11 +338,3 @@ def test_a_target_belongs_to_the_rank_that_has_its_row():
     shard = VocabularyShard(10, 30, 10, group=None)  # type: ignore[arg-type]
     columns = shard.local(torch.tensor([9, 10, 19, 20, -100]), rows=10)
     assert columns.tolist() == [ELSEWHERE, 0, 9, ELSEWHERE, -1]
-
-
-def test_a_target_is_looked_for_in_the_whole_vocabulary():
-    tensors, targets = make(ignored=0)
-    shard = VocabularyShard(50, 97, 50, group=None)  # type: ignore[arg-type]
-    targets[0] = 97
-    with pytest.raises(UserError, match=r"labels must lie in \[0, 97\)"):
-        linear_cross_entropy(tensors[0], tensors[1][50:], targets, shard=shard)
