@@ -140,9 +140,11 @@ def loss_of(
     """Return the loss and the statistics of a call."""
     if token_weights is not None:
         check_token_weights(token_weights, hidden_states)
-    # No operator can be given a group of ranks, or a path of its own.
-    plain = call.shard is None and call.path_of is None
-    apply = _LinearCrossEntropy.apply if plain else _apply_outside_of_a_graph
+    if call.shard is not None or call.path_of is not None:  # An operator cannot be given one.
+        apply: Any = _apply_outside_of_a_graph
+    else:  # A compiler cannot trace an autograd function of which no gradient is wanted.
+        traceable = any(call.wanted) or not torch.compiler.is_compiling()
+        apply = _LinearCrossEntropy.apply if traceable else _LinearCrossEntropy.forward
     loss, *sums = apply(hidden_states, weight, bias, targets, token_weights, call)
     names = ("nll", "lse_squared", "correct", "entropy") if call.options.statistics else ("nll", "lse_squared")
     return loss, dict(zip(names, sums, strict=False)) | dict(zip(call.own_statistics, sums[4:], strict=False))
@@ -250,9 +252,8 @@ def _scaled(gradients: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:
     """Return the gradients times the factor. Ignored tokens have none, whatever the factor."""
     if torch.compiler.is_compiling():
         return [gradient.where(gradient == 0, gradient * factor) for gradient in gradients]
-    kernels = row_kernels(factor)
     for gradient in gradients:  # in place: nothing else refers to them
-        kernels.scale_(gradient, factor)
+        row_kernels(factor).scale_(gradient, factor)
     # A kernel's writing is unknown to autograd, which refuses a second backward through what was changed.
     torch.autograd.graph.increment_version(gradients)
     return gradients
@@ -273,8 +274,7 @@ _backward_operator = operator("linear_cross_entropy_backward", 8, _backward, gra
 
 
 def exact_path(hidden_ND: Tensor, weight_VD: Tensor, call: HeadCall) -> KernelPath:
-    """Return the exact path for these tensors: Hopper's where it can run."""
-    # Hopper's kernels take at least one row.
+    """Return the exact path for these tensors: Hopper's where it can run, on at least one row."""
     if hidden_ND.is_cuda and len(hidden_ND) and hopper_path.supports(hidden_ND, weight_VD, call):
         return narrow_path.NarrowPath() if narrow_path.computes(hidden_ND) else hopper_path.HopperPath()
     return LogitsPath(row_kernels(hidden_ND))

@@ -58,28 +58,32 @@ class LossOptions:
         # A compiler may have symbols for numbers; the operator checks the numbers that it gets.
         if not torch.compiler.is_compiling():
             refuse_trained(self)
-            _check(self)
+            values = vars(self).values()
+            try:
+                _check(*values)
+            except TypeError:  # A list has no hash, and is no value of an option.
+                _check.__wrapped__(*values)
 
     def changed(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, by name."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
 
-@lru_cache(maxsize=256)
-def _check(options: LossOptions) -> None:
+@lru_cache(maxsize=256, typed=True)  # True is no number, though it equals 1.
+def _check(*values: Any) -> None:
     """Raise a UserError for an option out of its range. A training gives the same options in every step."""
-    check_switches({f.name: f.type for f in fields(options)}, vars(options))
+    options = {f.name: value for f, value in zip(fields(LossOptions), values, strict=True)}
+    check_switches({f.name: f.type for f in fields(LossOptions)}, options)
     for name, rule in _NUMBERS.items():
-        if getattr(options, name) is not getattr(LossOptions, name):
-            check_number(name, getattr(options, name), *rule, whole=name == "chunk_size")
-    rows = options.chunk_size
-    if rows is not None and options.logits_budget_mib is not None:
+        if options[name] is not getattr(LossOptions, name):
+            check_number(name, options[name], *rule, whole=name == "chunk_size")
+    rows, budget, reduction = options["chunk_size"], options["logits_budget_mib"], options["reduction"]
+    if rows is not None and budget is not None:
         raise UserError(
-            f"chunk_size={rows} and logits_budget_mib={options.logits_budget_mib} both set the size of a chunk of "
-            "logits; choose one of them"
+            f"chunk_size={rows} and logits_budget_mib={budget} both set the size of a chunk of logits; choose one"
         )
-    if options.reduction not in ("mean", "sum", "none"):
-        raise UserError(f"reduction must be 'mean', 'sum' or 'none', got {options.reduction!r}")
+    if reduction not in ("mean", "sum", "none"):
+        raise UserError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
 
 
 def refuse_trained(options: Any) -> None:

@@ -95,7 +95,11 @@ def token_scores(
         chunk_size=chunk_size,
     )
     call = HeadCall.here(options, hidden_states, weight, bias, ignore_index, shard=shard, top1=True)
-    apply = _TokenScores.apply if shard is None else _apply_outside_of_a_graph
+    if shard is not None:
+        apply: Any = _apply_outside_of_a_graph
+    else:  # A compiler cannot trace an autograd function of which no gradient is wanted.
+        traceable = any(call.wanted) or not torch.compiler.is_compiling()
+        apply = _TokenScores.apply if traceable else _TokenScores.forward
     log_prob, lse, entropies, chosen, top1 = apply(hidden_states, weight, bias, targets, selected, call)
     return TokenScores(log_prob, lse, entropies if entropy else None, None if selected is None else chosen, top1)
 

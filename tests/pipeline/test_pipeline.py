@@ -4,7 +4,6 @@ import re
 import weakref
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import lightning as L
 import pytest
@@ -17,7 +16,7 @@ from parallel_fits import result_of
 from pipeline_cases import SETTINGS, module, ragged
 from tiny_models import tiny_model
 from torchrun import run
-from transformers import LlamaForCausalLM, masking_utils
+from transformers import LlamaForCausalLM
 
 import lit_fused
 from lit_fused import LanguageModel, LinearCrossEntropyLoss, UserError
@@ -216,23 +215,6 @@ def test_a_model_that_cannot_be_checked_behind_the_last_stage_is_named():
     batch = {"input_ids": ids, "labels": ids, "hidden_states": torch.randn(1, 12, config.hidden_size)}
     with pytest.warns(UserWarning, match="the spot check is left out: the forward of AsksForMore does not run"):
         StageForwardPass(model, find_decoder(model)).spot_check(batch)
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["with weights", "without"])
-def test_a_stage_waits_for_no_search_for_documents_in_a_micro_batch_without_positions(late, monkeypatch):
-    backbone: Any = tiny_model("qwen3")
-    model = LanguageModel(lit_fused.from_config(backbone.config) if late else backbone, LinearCrossEntropyLoss())
-    device = torch.device("cpu")
-    if not late:
-        model.prepare(device)
-    [stage] = divide(model, Layout.of("1F1B", 2, None), 0, device, None).stages.values()
-    lit_fused.materialize(model)
-    search = mock.Mock(wraps=masking_utils.find_packed_sequence_indices)
-    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", search)
-    stage(torch.arange(12)[None])
-    search.assert_not_called()
-    stage(torch.arange(12)[None], position_ids=torch.arange(12).remainder(5)[None])
-    search.assert_called()
 
 
 @pytest.mark.slow
