@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from importlib import import_module
 from pathlib import Path
@@ -74,6 +75,8 @@ def run(cfg: DictConfig) -> float | None:
         if claimed:
             record_failure(folder / "error.txt", error)
         if isinstance(error, UserError):
+            if not first:  # The first rank mostly says the same, and this process ends with it.
+                time.sleep(5)
             raise CompactHydraException(str(error)) from error  # Hydra prints this class as its message alone
         if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
             said = error.code if isinstance(error, SystemExit) and isinstance(error.code, str) else "Stopped by Ctrl-C"
