@@ -253,9 +253,11 @@ class _Run:
             self._end_of("forward")
             units.append(self._units(in_backward))
             with self.ledger.under(count.TEMPORARY):
-                # loss.backward() is a torch function: it, and checkpointing in it, would run without CudaFunctions.
-                torch.autograd.backward(loss)
-            del units, loss
+                # A mode does not see what runs in a torch function, as backward is one, with all that a checkpoint
+                # computes again in it; the engine takes the modes that are on where it is called.
+                ones = torch.ones_like(loss)
+                torch.autograd.graph._engine_run_backward((loss,), (ones,), False, False, (), True, True)
+            del units, loss, ones
             self._end_of("backward")
         with self.ledger.under(count.TEMPORARY, self.spread.share):
             optimizer.step()

@@ -42,6 +42,7 @@ LISTED = {
     # callbacks
     "_broadcast_sigterm_tensor": "Lightning's question to all ranks before each batch, which every device waits for",
     # planning
+    "_engine_run_backward": "backward with a mode for torch's functions on, which loss.backward() takes away",
     "_python_dispatch": "where torch documents TorchDispatchMode",
     "_subclasses": "FakeTensor: tensors without bytes",
     # parallel, pipeline and training
