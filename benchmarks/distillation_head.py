@@ -1,7 +1,7 @@
 """Time and memory of a distillation from hidden states: ours, Liger's chunked JSD, and whole logits.
 
-python benchmarks/distillation.py --tokens 8192 --student 1024 --teacher 2048 --vocabulary 151936   # on a GPU
-python benchmarks/distillation.py --device cpu --tokens 256 --student 16 --teacher 32 --vocabulary 500 --turns 1
+python benchmarks/distillation_head.py --tokens 8192 --student 1024 --teacher 2048 --vocabulary 151936   # on a GPU
+python benchmarks/distillation_head.py --device cpu --tokens 256 --student 16 --teacher 32 --vocabulary 500 --turns 1
 """
 
 import argparse
