@@ -86,8 +86,8 @@ def encode_prompt(
     the prompt is a user's message, or a list of messages."""
     if chat and not tokenizer.chat_template:
         raise UserError(
-            "chat=true needs a tokenizer with a chat template, and this one has none; leave it out, or give "
-            "the model's folder a chat_template.jinja"
+            "a chat needs a tokenizer with a chat template, and this one has none; choose mode=generate without "
+            "chat=true, or give the model's folder a chat_template.jinja"
         )
     if chat:
         message = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

@@ -81,7 +81,7 @@ def test_without_trained_weights_the_mode_refuses_in_one_sentence(run, tmp_path,
         ([], "mode=generate needs trained weights, and this model would have random ones"),
         ([f"ckpt_path={alone}"], "no folder above .*alone.ckpt is that of a run"),
         (["model=pretrained", f"model.path={tmp_path / 'bare'}"], "no tokenizer could be loaded from .*bare"),
-        ([f"ckpt_path={best}", "generate.chat=true"], "chat=true needs a tokenizer with a chat template"),
+        ([f"ckpt_path={best}", "generate.chat=true"], "a chat needs a tokenizer with a chat template"),
         ([f"ckpt_path={best}", "generate.max_new_tokens=2000"], "more than the 1024 positions"),
     ):
         with pytest.raises(UserError, match=message) as refused:
