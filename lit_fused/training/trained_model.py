@@ -84,6 +84,11 @@ class TrainedModel(L.LightningModule):
         if training:  # Nothing is kept of an earlier fit, which an exception may have ended anywhere.
             self._release_optimizers()
             self._resume, self._started = ExactResume(), False
+        if "training_step" in vars(self):  # Lightning has put the compiled one here.
+            raise UserError(
+                f"torch.compile({type(self).__name__}(...)) cannot compile whole steps with their checks; "
+                'compile the model instead: compile="regional" or "whole", or torch.compile(backbone)'
+            )
         if getattr(self._of_data("encoding"), "masks_tokens", False) and not self.model.few_targets:
             raise UserError(
                 f"mask_probability hides tokens, which {type(self).__name__} does not fill in; choose "
