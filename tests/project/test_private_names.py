@@ -13,24 +13,9 @@ from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "lit_fused"
-ROOMS = (
-    "callbacks",
-    "export",
-    "filtered",
-    "heads",
-    "integrations",
-    "losses",
-    "metrics",
-    "models",
-    "objectives",
-    "parallel",
-    "pipeline",
-    "planning",
-    "training",
-)
 OTHERS = ("torch.", "torchmetrics.", "lightning.", "transformers.")
 PRIVATE = re.compile(r"_[a-zA-Z]\w*")
-PUBLIC = {"_asdict", "_fields", "_replace"}  # of named tuples
+PUBLIC = {"_asdict", "_fields", "_replace", "_exit", "_target_"}  # documented, of named tuples, os and Hydra
 
 # A name, and why no public one serves.
 LISTED = {
@@ -41,6 +26,12 @@ LISTED = {
     "_dynamo": "optimize_ddp, and the error of a compiler that fails",
     # callbacks
     "_broadcast_sigterm_tensor": "Lightning's question to all ranks before each batch, which every device waits for",
+    # ops
+    "_C": "where torch keeps the question below",
+    "_are_functorch_transforms_active": "torch.func runs a backward as if for a second derivative, and says so nowhere",
+    "_assert_async": "a check of numbers on a GPU that no host waits for",
+    "_inductor": "whether there is a C++ compiler that torch.compile takes on a CPU",
+    "_parameters": "an embedding's forward runs with a part of the table, which is no nn.Parameter",
     # planning
     "_engine_run_backward": "backward with a mode for torch's functions on, which loss.backward() takes away",
     "_python_dispatch": "where torch documents TorchDispatchMode",
@@ -63,8 +54,6 @@ def private_names_of(kind: type) -> frozenset[str]:
 
 def inherited_by(path: Path) -> dict[str, set[str]]:
     """Return the private names that each class of a file gets from bases in other packages."""
-    if path.relative_to(PACKAGE).parts[0] not in ROOMS:
-        return {}
     name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
     return {
         kind.__name__: set().union(*(private_names_of(b) for b in kind.__mro__ if b.__module__.startswith(OTHERS)))
@@ -108,7 +97,7 @@ def names_of(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def private_names_of_others() -> dict[str, set[str]]:
-    """Return each private name of another package in :data:`ROOMS`, with the files that use it."""
+    """Return each private name of another package, with the files that use it."""
     places: dict[tuple[str, str], set[str]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         for name, kind in names_of(path) if path.name != "__main__.py" else ():
@@ -116,9 +105,8 @@ def private_names_of_others() -> dict[str, set[str]]:
                 places.setdefault((name, kind), set()).add(str(path.relative_to(PACKAGE)))
     found: dict[str, set[str]] = {}
     for (name, kind), files in places.items():
-        here = {file for file in files if file.startswith(tuple(f"{room}/" for room in ROOMS))}
-        if here and (kind == "inherited" or (kind == "used" and (name, "defined") not in places)):
-            found[name] = found.get(name, set()) | here
+        if kind == "inherited" or (kind == "used" and (name, "defined") not in places):
+            found[name] = found.get(name, set()) | files
     return found
 
 
