@@ -1,4 +1,4 @@
-"""What a run prints: it outlives its readers, and a terminal obeys nothing that a stranger's file has."""
+"""Show that a run outlives the readers of its output, and that a terminal obeys nothing of a stranger's file."""
 
 import json
 import subprocess

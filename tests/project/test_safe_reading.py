@@ -1,4 +1,4 @@
-"""Whatever the package reads may be a stranger's: no call may run what it finds in a file.
+"""Show that no call of the package runs what it finds in a file: whatever is read may be a stranger's.
 
 The source is walked, so that a call that is written tomorrow cannot forget what those of today say.
 """
@@ -31,8 +31,7 @@ PROGRAMS = {
     "builtins": "eval exec",
 }
 FORBIDDEN = {(module, name) for module, names in PROGRAMS.items() for name in names.split()}
-# Where a name that somebody typed is imported: a loss by its dotted path, the targets of a configuration. The others
-# import names of the package itself.
+# These import a name that somebody typed (a loss by its dotted path, a configuration's targets), or the package's own.
 IMPORTS = {"__init__.py", "ops/__init__.py", "ops/backends.py", "app/config.py", "app/commands/__init__.py"}
 
 
