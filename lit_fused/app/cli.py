@@ -20,7 +20,7 @@ from lit_fused.errors import UserError
 _PACKAGED = "pkg://lit_fused.conf"
 _ANSWERED = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
 _OWN = "A file of your own is FOLDER/experiment/NAME.yaml, begins with the line # @package _global_, and is chosen by "
-_OWN += "--config-dir FOLDER experiment=NAME: docs/own_configuration.md"
+_OWN += "--config-dir FOLDER experiment=NAME: docs/commands.md"
 _VERSIONS = ("lit-fused", "torch", "lightning", "transformers")
 
 

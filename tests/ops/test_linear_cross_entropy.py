@@ -180,7 +180,7 @@ def test_autocast_leaves_float64_as_it_is(impl):
         found = LinearCrossEntropyLoss(impl, weight)(hidden, targets)
         scores = token_scores(hidden, weight, targets)
         with pytest.raises(
-            UserError, match="hidden states are torch.float32 but the output layer's weight is torch.fl"
+            UserError, match="hidden states are torch.float32 and the output layer's weight is torch.fl"
         ):
             linear_cross_entropy(hidden.float(), weight, targets)
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
@@ -447,17 +447,10 @@ H, W, Y = torch.randn(6, 4), torch.randn(9, 4), torch.arange(6)
         ((H, W, Y - 1), {}, r"labels must lie in \[0, 9\).*got values from -1 to 4"),
         ((H, W[:, :3], Y), {}, r"hidden states of shape \(6, 4\) do not fit.*\(9, 3\)"),
         ((H, W, Y[:5]), {}, r"labels of shape \(5,\) do not fit hidden states of shape \(6, 4\)"),
-        ((H, W.double(), Y), {}, "hidden states are torch.float32 but the output layer's weight is torch.float64"),
-        ((H, W.to("meta"), Y), {}, "hidden states on cpu, weight on meta, labels on cpu"),
-        (
-            (H, torch.nn.Linear(4, 9), Y),
-            {},
-            "an output layer's weight must be a tensor, got Linear; of a layer pass layer.w",
-        ),
-        ((H.to(torch.complex64), W, Y), {}, "hidden states must be a dense tensor of float64.*got torch.complex64"),
-        ((H, W.to_sparse(), Y), {}, "weight must be a dense tensor.*torch.sparse_coo"),
-        ((H, W, Y), {"bias": torch.zeros(9).long()}, "bias must be a dense tensor.*got torch.int64"),
-        ((H, W, Y), {"bias": torch.zeros(9, device="meta")}, "all tensors must be on one device.*bias on meta"),
+        ((H, W.double(), Y), {}, "hidden states are torch.float32 and the output layer's weight is torch.float64"),
+        ((H, W.to("meta"), Y), {}, "must be on one device, got cpu, meta, cpu"),
+        ((H, W, Y), {"bias": torch.zeros(9, device="meta")}, "must be on one device, got cpu, cpu, cpu, meta"),
+        ((H, W.to(torch.int8), Y), {}, "the output layer's weight is torch.int8; give both one floating point dtype"),
         ((H, W, Y), {"bias": torch.zeros(4)}, r"bias of shape \(4,\) does not fit 9"),
         ((H, W, Y), {"softcap": 0.0}, "softcap must be a positive number"),
         ((H, W, Y), {"softcap": math.inf}, "softcap must be a positive number"),

@@ -269,7 +269,7 @@ def test_all_labels_ignored_is_zero_and_never_nan(way, kernels_on_cpu):
         assert all(torch.equal(g, torch.zeros_like(g)) for g in gradients)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*(pytest.param(way, marks=pytest.mark.slow) for way in WAYS[:2]), WAYS[2]])
 def test_gradients_of_ignored_tokens_are_zero_whatever_their_loss_is_multiplied_by(way, kernels_on_cpu):
     tensors, targets, _ = case("bias", way)
     kernels_on_cpu(way)
