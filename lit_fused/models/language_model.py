@@ -38,7 +38,12 @@ from lit_fused.losses.loss import (
 from lit_fused.losses.own_losses import as_loss
 from lit_fused.losses.standard import token_losses_of_logits
 from lit_fused.models import documents_apart, documents_attention
-from lit_fused.models.batch_checks import check_inputs_of, refuse_shifted_twice
+from lit_fused.models.batch_checks import (
+    check_inputs_of,
+    refuse_shifted_twice,
+    warn_of_unread,
+    warn_of_zero_weights,
+)
 from lit_fused.models.checked_slice import spot_check
 from lit_fused.models.documents_apart import Form, is_packed, may_be_packed
 from lit_fused.models.load import is_deferred
@@ -147,8 +152,14 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def look_at(self, batch: Batch) -> None:
-        """Raise UserError for a batch with which something else would be learned without a word."""
+        """Raise UserError for a batch with which something else would be learned without a word; warn of entries that
+        nothing reads."""
         check_inputs_of(self.transformers_model, batch)
+        read = "labels", *SHIFTED_OR_COUNTED, *OF_SOME_LOSSES, *self.loss.inputs
+        warn_of_unread(self.transformers_model, batch, read)
+        weights = self.token_weights(batch) if WEIGHTS in self.loss.inputs else None
+        if weights is not None:
+            warn_of_zero_weights(weights, self.targets(batch))
         with self.spared_random_numbers():
             self.loss.check(self, batch)
         if self.shifts_labels:
