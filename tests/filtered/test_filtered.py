@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from head_cases import budget_for, error, live_bytes, make, run
 from kernels_of import kernels_of
+from ranks import call as call_in_processes
 from torch import Tensor
-from torchrun import call as call_in_processes
 
 from lit_fused.errors import UserError
 from lit_fused.filtered import kept_columns

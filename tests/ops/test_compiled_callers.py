@@ -5,11 +5,11 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import call
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torchrun import call
 
 from lit_fused import linear_cross_entropy, token_scores
 from lit_fused.errors import UserError

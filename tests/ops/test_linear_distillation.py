@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from distillation_cases import HEADS, LOSSES, answer, as_dtype, case, in_float64, teacher_of, upcast
 from head_cases import error, live_bytes, make, weights_of
-from torchrun import call as call_in_processes
+from ranks import call as call_in_processes
 
 from lit_fused.errors import UserError
 from lit_fused.ops import TeacherHead, linear_distillation, linear_distillation_reference

@@ -1,4 +1,4 @@
-"""What docs/primitive.md writes for the options of Liger and cut-cross-entropy, beside these libraries themselves.
+"""The options of Liger and cut-cross-entropy as docs/primitive.md writes them, beside these libraries themselves.
 
 Liger's kernels run in Triton's interpreter, which cannot take its softcap and its weights of classes.
 """
@@ -15,7 +15,7 @@ Z, IGNORED = 1e-2, -100
 
 
 @pytest.fixture
-def operands() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def operands() -> tuple[Tensor, ...]:
     """Hidden states (20, 16), a weight (50, 16) and a bias of small logits, and targets of which four are ignored."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight, bias = (torch.randn(size, generator=generator) / 2 for size in ((20, 16), (50, 16), (50,)))

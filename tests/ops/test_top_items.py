@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from head_cases import live_bytes
+from ranks import call as call_in_processes
 from torch import Tensor
-from torchrun import call as call_in_processes
 
 import lit_fused
 from lit_fused.errors import UserError

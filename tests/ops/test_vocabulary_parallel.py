@@ -9,10 +9,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from head_cases import FEATURES, NAMES, choice, error, make, run, scored
 from kernels_of import kernels_of
+from ranks import call as call_in_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torchrun import call as call_in_processes
 
 from lit_fused import LinearCrossEntropyLoss, UserError
 from lit_fused.heads import OutputHead
