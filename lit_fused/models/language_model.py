@@ -96,6 +96,7 @@ class LanguageModel(nn.Module):
         self._compiled = None if backbone is self.backbone else (backbone,)
         self._inner = (model,)  # in a tuple, as it is a part of the backbone
         self._without_cache: dict[str, bool] | None = None
+        self.empty_cache: documents_attention.EmptyCache | None = None  # spares a wait for the GPU
         self.loss = as_loss(loss)
         self.replace_head(None)
         self.packing: Form | UserError | None = None  # how documents in a row stay apart; the first such batch sets it
@@ -105,6 +106,7 @@ class LanguageModel(nn.Module):
     def prepare(self, device: torch.device) -> None:
         """Identify the head, and refuse before training what the loss cannot run with on ``device``."""
         self.loss.prepare(self, device)
+        self.empty_cache = documents_attention.empty_cache_for(self.transformers_model)
 
     def forward(self, batch: Batch) -> LossOutput:
         """Return the sums of ``batch``: "input_ids" and "labels", integers (B, T), and other inputs of the backbone;
@@ -365,4 +367,6 @@ class LanguageModel(nn.Module):
             inputs |= documents_apart.arguments(self.transformers_model, batch, self.packing)
         if self._without_cache is None:
             self._without_cache = without_cache(self.transformers_model)
+        if self.empty_cache is not None and not inputs.keys() & {"position_ids", "attention_mask", "past_key_values"}:
+            inputs["past_key_values"] = self.empty_cache
         return inputs | self._without_cache
