@@ -28,7 +28,7 @@ from lit_fused.data.conversations import (
     read_conversation,
     says,
 )
-from lit_fused.data.encoding import Encoded, Encoder, LeftOut, context_and_answer, joined
+from lit_fused.data.encoding import Encoded, LeftOut, context_and_answer, joined
 from lit_fused.data.tokenizer import MIN_VOCAB_SIZE
 from lit_fused.errors import UserError
 
@@ -38,22 +38,50 @@ _WRITES_ALL = "set data.chat_template to chatml, which writes all, or to a file"
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds them
 
 
-class ChatEncoder(Encoder["ChatEncoding"]):
-    """Make a conversation's tokens as ``tokenizer.apply_chat_template`` does; loss is wanted on the assistant's.
+@dataclass
+class ChatEncoding(TemplatedEncoding):
+    """Documents are conversations, with loss on what the assistant says.
 
-    What the assistant says includes the token that ends its turn. Messages without anything to learn (empty answers)
-    are context. What follows the last answer is left out. UserError: the tokenizer has no chat template, or does not
-    tell which characters a token holds.
+    A record is ``{"messages": [{"role", "content"}, ...]}``, perhaps with ``"tools"``, or ShareGPT's
+    ``{"conversations": [{"from", "value"}, ...]}``.
+
+    Their tokens are those of ``tokenizer.apply_chat_template``. What the assistant says includes the token that ends
+    its turn. Messages without anything to learn (empty answers) are context. What follows the last answer is left out.
+    UserError: the tokenizer has no chat template, or does not tell which characters a token holds.
+
+    Attributes:
+        messages_column: The column of the messages where it has another name.
+        chat_template, template_kwargs: See :class:`lit_fused.data.chat_template.TemplatedEncoding`. A tokenizer that is
+            trained on the conversations has ChatML.
     """
 
-    def __post_init__(self) -> None:
-        tokenizer = with_chat_template(self.tokenizer, cast(str | None, self.encoding.chat_template))
+    min_vocab_size = MIN_VOCAB_SIZE + len(CHATML_TOKENS)
+
+    messages_column: str | None = None
+
+    def form(self, columns: Sequence[str]) -> str:
+        """Return the name of the form that records with these columns have. UserError: they hold no conversations."""
+        column = column_of_messages(columns, self.messages_column)
+        return f"{FORMS.get(column, 'conversations')} in the column {column}"
+
+    def training_texts(self, document: Mapping[str, Any]) -> list[str]:
+        messages, _ = read_conversation(document, self.messages_column)
+        return [message["content"] for message in messages if message["content"]]
+
+    def train(self, documents: list[dict[str, Any]], vocab_size: int) -> PreTrainedTokenizerBase:
+        tokenizer = super().train(documents, vocab_size - len(CHATML_TOKENS))
+        tokenizer.add_special_tokens({"extra_special_tokens": [CHATML_TOKENS[0]], "eos_token": CHATML_TOKENS[1]})
+        tokenizer.chat_template = str(self.chat_template or CHATML)
+        return tokenizer
+
+    def prepare(self) -> None:
+        tokenizer = with_chat_template(self.tokenizer, cast(str | None, self.chat_template))
         if not tokenizer.is_fast:
             raise UserError(
                 f"{type(tokenizer).__name__} does not tell which characters a token holds, without which the "
                 "assistant's tokens cannot be found; use a fast tokenizer"
             )
-        self._options = {**tokenizer.special_tokens_map, **(self.encoding.template_kwargs or {})}
+        self._options = {**tokenizer.special_tokens_map, **(self.template_kwargs or {})}
         added = tokenizer.added_tokens_decoder
         self._added = np.array(sorted(added), dtype=np.int64)
         # Some tokenizers add line breaks (Gemma): those are text.
@@ -61,7 +89,7 @@ class ChatEncoder(Encoder["ChatEncoding"]):
         self._special = [token.content for token in added.values() if token.special and token.content.strip()]
 
     def encode(self, document: Mapping[str, Any]) -> Encoded:
-        return self.conversation(*read_conversation(document, self.encoding.messages_column))
+        return self.conversation(*read_conversation(document, self.messages_column))
 
     def conversation(self, messages: list[Message], tools: list[Any] | None = None, first: int = 0) -> Encoded:
         """Return the documents of a conversation with loss on the answers from message ``first`` on. LeftOut: it has
@@ -88,7 +116,7 @@ class ChatEncoder(Encoder["ChatEncoding"]):
             else:
                 notes.append("divided: prompts are encoded otherwise with an answer behind them")
                 parts += [self._prompt_and_answer(text, *span) for span in spans]
-        fitted = [self.encoding.fit_block(part, self.block_size) for part in parts]
+        fitted = [self.fit_block(part, self.block_size) for part in parts]
         return joined(fitted, tuple(dict.fromkeys([*notes, *(note for part in fitted for note in part.notes)])))
 
     # --- text ---
@@ -195,37 +223,3 @@ def _refuse_lost(text: str, messages: list[Message]) -> None:
     for what, parts in (("a message", said), ("a tool call", called)):
         if any(part not in text and json.dumps(part, ensure_ascii=False)[1:-1] not in text for part in parts):
             raise LeftOut(f"the chat template leaves out {what}; {_WRITES_ALL}")
-
-
-@dataclass(frozen=True)
-class ChatEncoding(TemplatedEncoding):
-    """Documents are conversations, with loss on what the assistant says.
-
-    A record is ``{"messages": [{"role", "content"}, ...]}``, perhaps with ``"tools"``, or ShareGPT's
-    ``{"conversations": [{"from", "value"}, ...]}``.
-
-    Attributes:
-        messages_column: The column of the messages where it has another name.
-        chat_template, template_kwargs: See :class:`lit_fused.data.chat_template.TemplatedEncoding`. A tokenizer that is
-            trained on the conversations has ChatML.
-    """
-
-    made_by = ChatEncoder
-    min_vocab_size = MIN_VOCAB_SIZE + len(CHATML_TOKENS)
-
-    messages_column: str | None = None
-
-    def form(self, columns: Sequence[str]) -> str:
-        """Return the name of the form that records with these columns have. UserError: they hold no conversations."""
-        column = column_of_messages(columns, self.messages_column)
-        return f"{FORMS.get(column, 'conversations')} in the column {column}"
-
-    def training_texts(self, document: Mapping[str, Any]) -> list[str]:
-        messages, _ = read_conversation(document, self.messages_column)
-        return [message["content"] for message in messages if message["content"]]
-
-    def train(self, documents: list[dict[str, Any]], vocab_size: int) -> PreTrainedTokenizerBase:
-        tokenizer = super().train(documents, vocab_size - len(CHATML_TOKENS))
-        tokenizer.add_special_tokens({"extra_special_tokens": [CHATML_TOKENS[0]], "eos_token": CHATML_TOKENS[1]})
-        tokenizer.chat_template = str(self.chat_template or CHATML)
-        return tokenizer

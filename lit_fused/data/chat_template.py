@@ -48,7 +48,7 @@ def with_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | 
     return tokenizer
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class TemplatedEncoding(RecordEncoding):
     """Some documents are conversations.
 
@@ -63,8 +63,8 @@ class TemplatedEncoding(RecordEncoding):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "template_kwargs", dict(self.template_kwargs or {}))
-        object.__setattr__(self, "chat_template", _text_of(self.chat_template))
+        self.template_kwargs = dict(self.template_kwargs or {})
+        self.chat_template = _text_of(self.chat_template)
 
 
 def _text_of(chat_template: str | Path | None) -> str | None:

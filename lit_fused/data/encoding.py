@@ -1,15 +1,11 @@
-"""Define how documents become tokens, and encode plain text.
-
-An :class:`Encoding` is a choice of columns and rules. With a tokenizer, which may be trained on the documents first, it
-becomes an :class:`Encoder`, a function from documents to tokens.
-"""
+"""Define how documents become tokens, and encode plain text."""
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
-from itertools import chain, islice
-from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +16,6 @@ from lit_fused.errors import UserError, check_choice, check_number, check_switch
 
 Packing = Literal["stream", "documents", "none", "pairs", "padded", "packed"]
 TooLong = Literal["cut", "skip"]
-AnyEncoding = TypeVar("AnyEncoding", bound="Encoding")
-_SLICE = 2**20  # characters, after which a document is cut where a line ends, if one does
 
 
 @dataclass(frozen=True)
@@ -38,15 +32,57 @@ class LeftOut(UserError):  # noqa: N818 (it is a reason, not a mistake)
     """Says why a document of the right form is left out."""
 
 
-@dataclass(eq=False)
-class Encoder(Generic[AnyEncoding]):
-    """A picklable function of documents: of strings, or of records such as ``{"messages": [...]}``."""
+class Encoding:
+    """A kind of documents, and how they become tokens: a dataclass of options, and with a tokenizer, which may be
+    trained on the documents first, a picklable function of documents.
 
+    Attributes:
+        packings: How its documents may become rows, the default first (see ``lit_fused/data/packing.py``).
+        min_vocab_size: The fewest entries of a tokenizer that is trained for it.
+        whole_sequences: How that is trained, see :func:`lit_fused.data.tokenizer.train_tokenizer`.
+        text_column: The column that is the document, a text; None: the document is the whole record.
+        mask_probability: See :class:`TextEncoding`.
+        tokenizer: Of what :meth:`encoder` returns.
+        block_size: Of what :meth:`encoder` returns; the most tokens of a document, for encodings that limit them.
+    """
+
+    packings: ClassVar[tuple[Packing, ...]] = ("documents", "none", "stream")
+    min_vocab_size: ClassVar[int] = MIN_VOCAB_SIZE
+    whole_sequences: ClassVar[bool] = False
+    text_column: str | None = None
+    mask_probability: float | None = None
     tokenizer: PreTrainedTokenizerBase
-    block_size: int  # the most tokens of a document, for encodings that limit them
-    encoding: AnyEncoding
+    block_size: int
 
-    def __post_init__(self) -> None:
+    def form(self, columns: Sequence[str]) -> str:
+        """Return what form the records have, for a person; raise UserError if they have none that is known."""
+        return ""
+
+    def training_texts(self, document: Any) -> Sequence[str]:
+        """Return the texts of a document on which a tokenizer is trained."""
+        return [document]
+
+    def train(self, documents: list[Any], vocab_size: int) -> PreTrainedTokenizerBase:
+        """Train a tokenizer of at most ``vocab_size`` entries."""
+        texts: list[str] = []
+        for document in documents:
+            with suppress(UserError):  # encoding names a bad record
+                texts += self.training_texts(document)
+        options = {"whole_sequences": self.whole_sequences, "mask_token": self.mask_probability is not None}
+        return train_tokenizer(texts, vocab_size, **options)
+
+    def rows(self, rows: Any, tokenizer: Any, seed: int) -> Any:
+        """Return the samples of rows of its tokens, of which one may mask some."""
+        return rows
+
+    def encoder(self, tokenizer: PreTrainedTokenizerBase, block_size: int) -> Any:
+        """Return this encoding with a tokenizer, a function of a list of documents."""
+        found = copy(self)
+        found.tokenizer, found.block_size = tokenizer, block_size
+        found.prepare()
+        return found
+
+    def prepare(self) -> None:
         """Find out what the encoding of every document needs."""
 
     def __call__(self, documents: list[Any]) -> list[Encoded]:
@@ -77,59 +113,7 @@ class Encoder(Generic[AnyEncoding]):
         return self.tokenizer.eos_token_id
 
 
-@dataclass(frozen=True)
-class Encoding:
-    """A kind of documents, and the way they become tokens. Picklable.
-
-    Attributes:
-        made_by: The class of its encoders.
-        packings: How its documents may become rows, the default first (see ``lit_fused/data/packing.py``).
-        min_vocab_size: The fewest entries of a tokenizer that is trained for it.
-        whole_sequences: How that is trained, see :func:`lit_fused.data.tokenizer.train_tokenizer`.
-        text_column: The column that is the document; None: the document is the whole record.
-    """
-
-    made_by: ClassVar[type[Encoder[Any]]]
-    packings: ClassVar[tuple[Packing, ...]] = ("documents", "none", "stream")
-    min_vocab_size: ClassVar[int] = MIN_VOCAB_SIZE
-    whole_sequences: ClassVar[bool] = False
-
-    @property
-    def text_column(self) -> str | None:
-        return None
-
-    def form(self, columns: Sequence[str]) -> str:
-        """Return what form the records have, for a person; raise UserError if they have none that is known."""
-        return ""
-
-    @property
-    def masks_tokens(self) -> bool:
-        """Return whether a tokenizer that is trained for it needs a mask token."""
-        return False
-
-    def training_texts(self, document: Any) -> Sequence[str]:
-        """Return the texts of a document on which a tokenizer is trained."""
-        return [document]
-
-    def train(self, documents: list[Any], vocab_size: int) -> PreTrainedTokenizerBase:
-        """Train a tokenizer of at most ``vocab_size`` entries."""
-        texts: list[str] = []
-        for document in documents:
-            with suppress(UserError):  # encoding names a bad record
-                texts += self.training_texts(document)
-        options = {"whole_sequences": self.whole_sequences, "mask_token": self.masks_tokens}
-        return train_tokenizer(texts, vocab_size, **options)
-
-    def rows(self, rows: Any, tokenizer: Any, seed: int) -> Any:
-        """Return what becomes of the rows (:class:`lit_fused.data.packing.Rows`) of a store, or of several mixed."""
-        return rows
-
-    def encoder(self, tokenizer: PreTrainedTokenizerBase, block_size: int) -> Any:
-        """Return the encoder, see :class:`Encoder`."""
-        return self.made_by(tokenizer, block_size, self)
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RecordEncoding(Encoding):
     """Documents are records, with loss on some of their tokens.
 
@@ -174,16 +158,49 @@ def leave_out(reason: object) -> Encoded:
     return Encoded(np.empty(0, np.int64), np.empty(0, np.bool_), (f"left out: {reason}",))
 
 
-class TextEncoder(Encoder["TextEncoding"]):
-    """Encode whole texts, each ended by the end-of-text token; without such a token, framed as by the tokenizer itself
-    (BERT's [CLS] and [SEP]).
+@dataclass
+class TextEncoding(Encoding):
+    """Documents are text, on all of which loss is wanted, or on tokens that are masked.
 
-    A document begins with the beginning-of-text token where the tokenizer itself puts one in front of a text (Llama 3,
-    Gemma). Special tokens that a document spells out are encoded as ordinary text. A document of more than a million
-    characters is encoded in slices that end with a line, so that the tokenizer never has all of it in its own form.
+    Each is ended by the end-of-text token; without such a token, framed as by the tokenizer itself (BERT's [CLS] and
+    [SEP]). It begins with the beginning-of-text token where the tokenizer itself puts one in front of a text (Llama 3,
+    Gemma). Special tokens that it spells out are encoded as ordinary text.
+
+    Attributes:
+        text_column: The field or column that holds the text.
+        mask_probability: For masked language models, the share of tokens that is chosen to be predicted. None: no
+            token is masked.
+        mask_replaced, mask_random: The shares of chosen tokens that become the mask token and a random token. The
+            others stay as they are.
+        whole_words: Choose all tokens of a word or none.
     """
 
+    packings = ("stream", "documents", "none")
+
+    text_column: str | None = "text"
+    mask_probability: float | None = None
+    mask_replaced: float = 0.8
+    mask_random: float = 0.1
+    whole_words: bool = False
+
     def __post_init__(self) -> None:
+        if self.mask_probability is not None:
+            check_number("data.mask_probability", self.mask_probability, "be between 0 and 1", lambda x: 0 < x < 1)
+        check_switches({"whole_words": bool}, {"whole_words": self.whole_words})
+        for name, share in {"mask_replaced": self.mask_replaced, "mask_random": self.mask_random}.items():
+            check_number(f"data.{name}", share, "be from 0 to 1", lambda x: 0 <= x <= 1)
+
+    def rows(self, rows: Any, tokenizer: Any, seed: int) -> Any:
+        if self.mask_probability is None:
+            return rows
+        from lit_fused.data.masked_rows import MaskedRows
+
+        return MaskedRows(rows, tokenizer, self, seed)
+
+    def encoder(self, tokenizer: PreTrainedTokenizerBase, block_size: int) -> Any:
+        return super().encoder(tokenizer, 0)  # Its tokens are the same for blocks of any size.
+
+    def prepare(self) -> None:
         tokenizer = self.tokenizer
         framed = tokenizer("a")["input_ids"]
         bos = tokenizer.bos_token_id
@@ -197,7 +214,7 @@ class TextEncoder(Encoder["TextEncoding"]):
         words = ["These", " are", " words", " und", " \u00fcber"]
         self._is_plain = False
         alone = [ids.tolist() for ids in self._ids(words)]
-        self._is_plain = tokenizer.is_fast  # Some tokenizers do more than their backend, which alone is faster.
+        self._is_plain = tokenizer.is_fast  # Some tokenizers do more than their backend, which alone is faster by 1.3.
         self._is_plain = self._is_plain and [ids.tolist() for ids in self._ids(words)] == alone
 
     def _ids(self, texts: Sequence[str]) -> "list[array[int]]":
@@ -211,72 +228,5 @@ class TextEncoder(Encoder["TextEncoding"]):
         return [array("I", found.ids) for found in backend.encode_batch_fast(texts, False, False)]
 
     def __call__(self, documents: list[str]) -> list[Encoded]:
-        slices = [[*_slices(document)] for document in documents]
-        ids = chain.from_iterable(map(self._ids, _batches([*chain.from_iterable(slices)])))
         prefix, suffix = (np.array(tokens, np.uint32) for tokens in (self.prefix, self.suffix))
-        return [Encoded(np.concatenate([prefix, *islice(ids, len(some)), suffix])) for some in slices]
-
-
-@dataclass(frozen=True)
-class TextEncoding(Encoding):
-    """Documents are text, on all of which loss is wanted, or on tokens that are masked.
-
-    Attributes:
-        text_column: The field or column that holds the text.
-        mask_probability: For masked language models, the share of tokens that is chosen to be predicted. None: no
-            token is masked.
-        mask_replaced, mask_random: The shares of chosen tokens that become the mask token and a random token. The
-            others stay as they are.
-        whole_words: Choose all tokens of a word or none.
-    """
-
-    made_by = TextEncoder
-    packings = ("stream", "documents", "none")
-
-    text_column: str = "text"  # pyright: ignore[reportIncompatibleMethodOverride]
-    mask_probability: float | None = None
-    mask_replaced: float = 0.8
-    mask_random: float = 0.1
-    whole_words: bool = False
-
-    def __post_init__(self) -> None:
-        if self.mask_probability is not None:
-            check_number("data.mask_probability", self.mask_probability, "be between 0 and 1", lambda x: 0 < x < 1)
-        check_switches({"whole_words": bool}, {"whole_words": self.whole_words})
-        for name, share in {"mask_replaced": self.mask_replaced, "mask_random": self.mask_random}.items():
-            check_number(f"data.{name}", share, "be from 0 to 1", lambda x: 0 <= x <= 1)
-
-    @property
-    def masks_tokens(self) -> bool:
-        return self.mask_probability is not None
-
-    def encoder(self, tokenizer: PreTrainedTokenizerBase, block_size: int) -> TextEncoder:
-        return TextEncoder(tokenizer, 0, self)  # Its tokens are the same for blocks of any size.
-
-    def rows(self, rows: Any, tokenizer: Any, seed: int) -> Any:
-        if not self.masks_tokens:
-            return rows
-        from lit_fused.data.masked_rows import MaskedRows
-
-        return MaskedRows(rows, tokenizer, self, seed)
-
-
-def _batches(texts: list[str]) -> Iterator[list[str]]:
-    """Yield texts in lists of about a slice's length together."""
-    start = length = 0
-    for end, text in enumerate(texts, 1):
-        length += len(text)
-        if length >= _SLICE or end == len(texts):
-            yield texts[start:end]
-            start, length = end, 0
-
-
-def _slices(document: str) -> Iterator[str]:
-    """Yield slices of at most ``_SLICE`` characters, each ending with a line where it can, else before a space."""
-    start = 0
-    while start < len(document):
-        stop = start + _SLICE
-        if stop < len(document):
-            stop = document.rfind("\n", start, stop) + 1 or max(document.rfind(" ", start + 1, stop), 0) or stop
-        yield document[start:stop]
-        start = stop
+        return [Encoded(np.concatenate([prefix, ids, suffix])) for ids in self._ids(documents)]

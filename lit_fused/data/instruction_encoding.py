@@ -7,12 +7,12 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from lit_fused.data.chat_encoding import ChatEncoding
 from lit_fused.data.chat_template import TemplatedEncoding
 from lit_fused.data.conversations import check_border, read_messages, read_tools, unknown_form
-from lit_fused.data.encoding import Encoded, Encoder, LeftOut, context_and_answer
+from lit_fused.data.encoding import Encoded, LeftOut, context_and_answer
 from lit_fused.errors import UserError
 from lit_fused.models.special_tokens import closing_tokens, one_of_each
 
@@ -26,56 +26,17 @@ _ALPACA_INPUT = (
     "Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 )
-AnyAnswers = TypeVar("AnyAnswers", bound="InstructionEncoding")
 _FIELD = re.compile(r"\{(\w+)\}")
 
 
-class InstructionEncoder(Encoder[AnyAnswers]):
-    """Encode the prompt as the tokenizer does it alone, then the completion, then the end-of-text token.
+@dataclass
+class InstructionEncoding(TemplatedEncoding):
+    """Documents are prompts with completions; loss is on the completion and on the token that ends it.
 
     The prompt's tokens are ``tokenizer(prompt)``, special tokens included, as a model is given them; one that a text
     spells out stands in place of the one that would be added there. The completion's are those that follow in the
     encoding of both together. Where a token there would hold characters of both, the completion is encoded alone. If
     the tokenizer cannot do that without adding a space, the document is left out.
-    """
-
-    def __post_init__(self) -> None:
-        self._chats: Any = None  # a ChatEncoder, once there is a conversation
-        self._closing = closing_tokens(self.tokenizer)
-        if self.encoding.chat_template is not None:  # It may add tokens, which have to be known before any is stored.
-            self._chats = self.encoding.conversations.encoder(self.tokenizer, sys.maxsize)
-
-    def encode(self, document: Mapping[str, Any]) -> Encoded:
-        found = self.answer(*self.encoding.prompt_and_completion(document), read_tools(document))
-        return self.encoding.fit_block(found, self.block_size)
-
-    def answer(self, prompt: Any, answer: Any, tools: list[Any] | None = None) -> Encoded:
-        """Return the document of a prompt and an answer, of any length. LeftOut: there is nothing to learn."""
-        if not isinstance(prompt, str):
-            return self._conversation(prompt, answer, tools)
-        if not answer.strip():
-            raise LeftOut("the completion is empty")
-        prompt_tokens, whole = (
-            one_of_each(tokens[: len(tokens) - self._closing], self.tokenizer)
-            for tokens in self.tokenize([prompt, prompt + answer])["input_ids"]
-        )
-        answer_tokens = whole[len(prompt_tokens) :]
-        if whole[: len(prompt_tokens)] != prompt_tokens:
-            (answer_tokens,) = self.tokenize([answer], add_special_tokens=False)["input_ids"]
-            check_border(self.tokenizer, prompt, answer, prompt_tokens + answer_tokens, whole)
-        end = self.end_of_text("which ends every completion")  # The completion may end with it already.
-        return context_and_answer(prompt_tokens, one_of_each([*answer_tokens, end], self.tokenizer))
-
-    def _conversation(self, prompt: list[Any], answer: list[Any], tools: list[Any] | None) -> Encoded:
-        self._chats = self._chats or self.encoding.conversations.encoder(self.tokenizer, sys.maxsize)
-        found: Encoded = self._chats.conversation(read_messages([*prompt, *answer]), tools, first=len(prompt))
-        begin = (0, *(found.ends or (0,)))[-2]  # Of several documents, the last one has the answer's last turn.
-        return Encoded(found.tokens[begin:], cast(Any, found.wanted)[begin:], found.notes)
-
-
-@dataclass(frozen=True)
-class InstructionEncoding(TemplatedEncoding):
-    """Documents are prompts with completions; loss is on the completion and on the token that ends it.
 
     Attributes:
         prompt: The prompt's column, taken as it is; or text with ``{column}`` in it, such as ``"Q: {question}\\nA:"``.
@@ -83,8 +44,6 @@ class InstructionEncoding(TemplatedEncoding):
         completion: The completion's column. None: ``completion``, of Alpaca ``output``.
         chat_template, template_kwargs: Of lists of messages.
     """
-
-    made_by = InstructionEncoder
 
     prompt: str | None = None
     completion: str | None = None
@@ -130,3 +89,36 @@ class InstructionEncoding(TemplatedEncoding):
             hint = "data.prompt (a column, or text with {column} in it) and data.completion, or data=chat for messages"
             raise unknown_form(f"prompts with completions (no {', no '.join(sorted(missing))})", columns, hint)
         return prompt, completion
+
+    def prepare(self) -> None:
+        self._chats: Any = None  # a ChatEncoder, once there is a conversation
+        self._closing = closing_tokens(self.tokenizer)
+        if self.chat_template is not None:  # It may add tokens, which have to be known before any is stored.
+            self._chats = self.conversations.encoder(self.tokenizer, sys.maxsize)
+
+    def encode(self, document: Mapping[str, Any]) -> Encoded:
+        found = self.answer(*self.prompt_and_completion(document), read_tools(document))
+        return self.fit_block(found, self.block_size)
+
+    def answer(self, prompt: Any, answer: Any, tools: list[Any] | None = None) -> Encoded:
+        """Return the document of a prompt and an answer, of any length. LeftOut: there is nothing to learn."""
+        if not isinstance(prompt, str):
+            return self._conversation(prompt, answer, tools)
+        if not answer.strip():
+            raise LeftOut("the completion is empty")
+        prompt_tokens, whole = (
+            one_of_each(tokens[: len(tokens) - self._closing], self.tokenizer)
+            for tokens in self.tokenize([prompt, prompt + answer])["input_ids"]
+        )
+        answer_tokens = whole[len(prompt_tokens) :]
+        if whole[: len(prompt_tokens)] != prompt_tokens:
+            (answer_tokens,) = self.tokenize([answer], add_special_tokens=False)["input_ids"]
+            check_border(self.tokenizer, prompt, answer, prompt_tokens + answer_tokens, whole)
+        end = self.end_of_text("which ends every completion")  # The completion may end with it already.
+        return context_and_answer(prompt_tokens, one_of_each([*answer_tokens, end], self.tokenizer))
+
+    def _conversation(self, prompt: list[Any], answer: list[Any], tools: list[Any] | None) -> Encoded:
+        self._chats = self._chats or self.conversations.encoder(self.tokenizer, sys.maxsize)
+        found: Encoded = self._chats.conversation(read_messages([*prompt, *answer]), tools, first=len(prompt))
+        begin = (0, *(found.ends or (0,)))[-2]  # Of several documents, the last one has the answer's last turn.
+        return Encoded(found.tokens[begin:], cast(Any, found.wanted)[begin:], found.notes)

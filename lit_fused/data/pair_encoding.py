@@ -9,51 +9,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_fused.data.conversations import unknown_form
-from lit_fused.data.encoding import Encoded, Encoder, LeftOut, RecordEncoding, context_and_answer
+from lit_fused.data.encoding import Encoded, LeftOut, RecordEncoding, context_and_answer
 from lit_fused.errors import UserError
 from lit_fused.models.special_tokens import one_of_each
 
 
-class PairEncoder(Encoder["PairEncoding"]):
-    """Encode ``tokenizer(source)`` and ``tokenizer(text_target=target)``, with the tokenizer's own special tokens.
-
-    A target ends with the end-of-text token also where the tokenizer does not append it, so that a model learns to
-    stop. Special tokens that a text spells out are encoded as ordinary text. ``block_size`` holds for each of the two.
-    """
-
-    def __post_init__(self) -> None:
-        eos = self.end_of_text("which ends every target")
-        self._end = [] if eos in self.tokenizer(text_target="a")["input_ids"] else [eos]
-
-    def encode(self, document: Mapping[str, Any]) -> Encoded:
-        source, target = self.encoding.training_texts(document)
-        if not source.strip() or not target.strip():
-            raise LeftOut(f"the {'target' if source.strip() else 'source'} is empty")
-        context, answer = self._tokens([], text=[source]), self._tokens(self._end, text_target=[target])
-        if is_long := max(len(context), len(answer)) > self.block_size:
-            if self.encoding.too_long == "skip":
-                raise LeftOut(f"longer than data.block_size={self.block_size}")
-            cut = {"truncation": True, "max_length": self.block_size}
-            context = self._tokens([], text=[source], **cut)
-            cut["max_length"] -= len(self._end)
-            answer = self._tokens(self._end, text_target=[target], **cut)
-        return context_and_answer(context, answer, (f"cut to {self.block_size} tokens",) * is_long)
-
-    def _tokens(self, end: list[int], **options: Any) -> list[int]:
-        (tokens,) = self.tokenize(split_special_tokens=True, **options)["input_ids"]
-        return one_of_each([*tokens, *end], self.tokenizer)
-
-
-@dataclass(frozen=True)
+@dataclass
 class PairEncoding(RecordEncoding):
     """Documents are pairs of texts: the encoder reads the source, and the decoder learns to say the target.
+
+    They become ``tokenizer(source)`` and ``tokenizer(text_target=target)``, with the tokenizer's own special tokens. A
+    target ends with the end-of-text token also where the tokenizer does not append it, so that a model learns to stop.
+    Special tokens that a text spells out are encoded as ordinary text. ``block_size`` holds for each of the two.
 
     Attributes:
         too_long: A pair whose source or target has more than ``block_size`` tokens is cut ("cut"; end tokens stay)
             or left out ("skip").
     """
 
-    made_by = PairEncoder
     packings = ("pairs",)
     whole_sequences = True
 
@@ -76,3 +49,25 @@ class PairEncoding(RecordEncoding):
         if not all(isinstance(text, str) for text in texts):
             raise UserError(f"source and target must be texts; got {str(texts)[:80]}")
         return texts
+
+    def prepare(self) -> None:
+        eos = self.end_of_text("which ends every target")
+        self._end = [] if eos in self.tokenizer(text_target="a")["input_ids"] else [eos]
+
+    def encode(self, document: Mapping[str, Any]) -> Encoded:
+        source, target = self.training_texts(document)
+        if not source.strip() or not target.strip():
+            raise LeftOut(f"the {'target' if source.strip() else 'source'} is empty")
+        context, answer = self._tokens([], text=[source]), self._tokens(self._end, text_target=[target])
+        if is_long := max(len(context), len(answer)) > self.block_size:
+            if self.too_long == "skip":
+                raise LeftOut(f"longer than data.block_size={self.block_size}")
+            cut = {"truncation": True, "max_length": self.block_size}
+            context = self._tokens([], text=[source], **cut)
+            cut["max_length"] -= len(self._end)
+            answer = self._tokens(self._end, text_target=[target], **cut)
+        return context_and_answer(context, answer, (f"cut to {self.block_size} tokens",) * is_long)
+
+    def _tokens(self, end: list[int], **options: Any) -> list[int]:
+        (tokens,) = self.tokenize(split_special_tokens=True, **options)["input_ids"]
+        return one_of_each([*tokens, *end], self.tokenizer)

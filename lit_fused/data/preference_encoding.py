@@ -15,30 +15,11 @@ from transformers import PreTrainedTokenizerBase
 from lit_fused.data.chat_encoding import ChatEncoding
 from lit_fused.data.conversations import read_tools, unknown_form
 from lit_fused.data.encoding import Encoded, LeftOut, joined
-from lit_fused.data.instruction_encoding import InstructionEncoder, InstructionEncoding
+from lit_fused.data.instruction_encoding import InstructionEncoding
 from lit_fused.errors import UserError
 
 
-class PreferenceEncoder(InstructionEncoder["PreferenceEncoding"]):
-    """Encode each answer behind its prompt."""
-
-    def encode(self, document: Mapping[str, Any]) -> Encoded:
-        prompt, answers = self.encoding.prompt_and_answers(document)
-        if answers[0] == answers[-1] and len(answers) == 2:
-            raise LeftOut("the chosen and the rejected answer are the same")
-        sides = [self.answer(prompt, answer, read_tools(document)) for answer in answers]
-        sides = [self.encoding.fit_block(side, self.block_size) for side in sides]
-        if without := [side for side in sides if not len(side.tokens)]:
-            return without[0]
-        if len(sides) == 1:
-            nothing = Encoded(sides[0].tokens[:1], np.zeros(1, np.bool_))
-            sides = {True: [sides[0], nothing], False: [nothing, sides[0]]}[document[self.encoding.label]]
-        elif np.array_equal(sides[0].tokens, sides[1].tokens):
-            raise LeftOut(f"both answers are the same within data.block_size={self.block_size} tokens")
-        return joined(sides, tuple(dict.fromkeys(note for side in sides for note in side.notes)))
-
-
-@dataclass(frozen=True)
+@dataclass
 class PreferenceEncoding(InstructionEncoding):
     """Documents are ``{"prompt", "chosen", "rejected"}``, or ``{"prompt", "completion", "label"}`` with a label that is
     true or false. Prompt and answers are texts, or lists of messages. Loss is on the last answer.
@@ -53,13 +34,27 @@ class PreferenceEncoding(InstructionEncoding):
             ("skip"). A cut one whose prompt alone fills the block is left out.
     """
 
-    made_by = PreferenceEncoder
     packings = ("padded", "packed")
     min_vocab_size = ChatEncoding.min_vocab_size
 
     chosen: str = "chosen"
     rejected: str = "rejected"
     label: str = "label"
+
+    def encode(self, document: Mapping[str, Any]) -> Encoded:
+        prompt, answers = self.prompt_and_answers(document)
+        if answers[0] == answers[-1] and len(answers) == 2:
+            raise LeftOut("the chosen and the rejected answer are the same")
+        sides = [self.answer(prompt, answer, read_tools(document)) for answer in answers]
+        sides = [self.fit_block(side, self.block_size) for side in sides]
+        if without := [side for side in sides if not len(side.tokens)]:
+            return without[0]
+        if len(sides) == 1:
+            nothing = Encoded(sides[0].tokens[:1], np.zeros(1, np.bool_))
+            sides = {True: [sides[0], nothing], False: [nothing, sides[0]]}[document[self.label]]
+        elif np.array_equal(sides[0].tokens, sides[1].tokens):
+            raise LeftOut(f"both answers are the same within data.block_size={self.block_size} tokens")
+        return joined(sides, tuple(dict.fromkeys(note for side in sides for note in side.notes)))
 
     def form(self, columns: Iterable[str]) -> str:
         what = "pairs of answers" if len(names := self._answers(columns)) == 2 else "single answers"

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +19,7 @@ from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lit_fused.atomic import written_whole
-from lit_fused.data.encoding import Encoded, Encoder, Encoding
+from lit_fused.data.encoding import Encoded, Encoding
 from lit_fused.data.records import bars_in_a_terminal_alone
 from lit_fused.data.split import Split
 from lit_fused.data.tokenizer import tokenizer_digest, vocab_size_of
@@ -48,7 +48,7 @@ def trained_tokenizer(
     files = parts[0][0].cache_files
     if not files:
         return encoding.train(sample, vocab_size)
-    key = _digest(sample, vocab_size, type(encoding).__name__, asdict(encoding))
+    key = _digest(sample, vocab_size, type(encoding).__name__, asdict(cast(Any, encoding)))
     folder = Path(files[0]["filename"]).parent / f"tokenizer-{key}"
     if not folder.exists():
         with written_whole(folder) as partial:
@@ -56,7 +56,7 @@ def trained_tokenizer(
     return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
 
 
-def tokenized(records: Dataset, encoder: Encoder[Any], split: Split, workers: int | None = None) -> Dataset:
+def tokenized(records: Dataset, encoder: Encoding, split: Split, workers: int | None = None) -> Dataset:
     """Return the documents as a table of "input_ids", "held_out", "note" for a person, and "wanted", 1 where loss is
     wanted, unless it is everywhere. A document that is left out has no tokens.
 
@@ -67,10 +67,10 @@ def tokenized(records: Dataset, encoder: Encoder[Any], split: Split, workers: in
         workers = len(os.sched_getaffinity(0)) if records.data.nbytes > SMALL else 1
     if workers > 1:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # The processes are the parallelism.
-    column = encoder.encoding.text_column
+    column = encoder.text_column
     encode = _Encode(encoder, split, column, "uint16" if vocab_size_of(encoder.tokenizer) <= 2**16 else "uint32")
     files = [file["filename"] for file in records.cache_files]
-    options = type(encoder.encoding).__name__, asdict(encoder.encoding), encoder.block_size
+    options = type(encoder).__name__, asdict(cast(Any, encoder)), encoder.block_size
     key = files, len(records), options, tokenizer_digest(encoder.tokenizer), asdict(split)
     with bars_in_a_terminal_alone():
         return records.map(
@@ -97,7 +97,7 @@ def notes_of(table: Dataset) -> Counter[str]:
 class _Encode:
     """A function of a batch of records, which ``map`` calls."""
 
-    encoder: Encoder[Any]
+    encoder: Encoding
     split: Split
     column: str | None
     dtype: str

@@ -89,7 +89,7 @@ class TrainedModel(L.LightningModule):
                 f"torch.compile({type(self).__name__}(...)) cannot compile whole steps with their checks; "
                 'compile the model instead: compile="regional" or "whole", or torch.compile(backbone)'
             )
-        if getattr(self._of_data("encoding"), "masks_tokens", False) and not self.model.few_targets:
+        if getattr(self._of_data("encoding"), "mask_probability", None) and not self.model.few_targets:
             raise UserError(
                 f"mask_probability hides tokens, which {type(self).__name__} does not fill in; choose "
                 "module=masked_lm, or leave mask_probability out"

@@ -2,19 +2,14 @@
 
 import re
 import shlex
-import shutil
 import subprocess
 import sys
-from importlib.metadata import entry_points, version
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 from commands import SYNTHETIC, TINY_MODEL, environment, run_forked
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
 
-from lit_fused.app.cli import main
-from lit_fused.app.command_line import command_line
 from lit_fused.app.commands import MODES
 
 ROOT = Path(__file__).parents[2]
@@ -38,12 +33,6 @@ def test_help_names_every_mode_and_choice(tmp_path: Path) -> None:
     for file in (ROOT / "conf" / "loss").glob("*.yaml"):
         assert re.search(rf"^loss: .*\b{file.stem}\b", shown, re.MULTILINE)
     assert not (tmp_path / "outputs").exists()
-
-
-def test_version_is_that_of_the_package_and_of_what_it_runs_on(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setattr(sys, "argv", ["lit-fused", "--version"])
-    main()
-    assert capsys.readouterr().out.startswith(f"lit-fused {version('lit-fused')}, torch {version('torch')}")
 
 
 @pytest.mark.parametrize("sweep", [(), ("-m", "seed=1,2")])
@@ -87,24 +76,3 @@ def test_it_trains_with_the_users_own_choices_and_the_hint_resumes_as_it_was_sta
     assert resumed.status == 0, resumed.output
     assert "Restored all states" in resumed.output
     assert '"steps": 6' in (tmp_path / "resumed" / "summary.json").read_text()
-
-
-@pytest.mark.parametrize(
-    ("source", "config_name", "expected"),
-    [
-        (("pkg", "lit_fused.conf"), "train", ["lit-fused"]),
-        (("file", "/somewhere/project/conf"), "train", ["python", "train.py"]),
-        (("file", "/somewhere/conf"), "other", ["python", "../train.py", "--config-name", "other"]),
-    ],
-)
-def test_the_command_line_is_read_from_where_the_configuration_came_from(
-    source: tuple[str, str], config_name: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sources = [{"path": source[1], "schema": source[0], "provider": "main"}]
-    hydra = {"runtime": {"cwd": "/somewhere/project", "config_sources": sources}, "job": {"config_name": config_name}}
-    monkeypatch.setattr(HydraConfig, "get", lambda: OmegaConf.create(hydra))
-    monkeypatch.setattr(sys, "executable", "/somewhere/project/.venv/bin/python3")
-    monkeypatch.setattr(shutil, "which", lambda name: f"/somewhere/project/.venv/bin/{name}")
-    assert command_line() == expected
-    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")  # the environment is not activated
-    assert command_line() == [f".venv/bin/{expected[0]}", *expected[1:]]

@@ -16,7 +16,7 @@ from lightning_helpers import loader, quiet_trainer, ragged_batches
 from omegaconf import DictConfig
 from pretrained_folders import Words, pretrained, word_tokenizer
 from tiny_models import tiny_batch, tiny_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, XLNetConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import lit_fused
 from lit_fused import FusedCausalLMModule, UserError
@@ -111,14 +111,6 @@ def test_a_run_is_loaded_in_a_program_from_its_folder_a_checkpoint_or_what_it_ex
     assert torch.equal(lit_fused.load(tmp_path / "out").backbone(tokens).logits, expected(tokens).logits)
     with pytest.raises(UserError, match="there is no"):
         lit_fused.load(tmp_path / "nothing")
-
-
-def test_a_model_that_has_no_limit_of_positions_generates(tmp_path, capsys):
-    config: Any = XLNetConfig(vocab_size=97, d_model=32, n_layer=1, n_head=4, d_inner=48, pad_token_id=0)
-    assert config.max_position_embeddings == -1
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    word_tokenizer(97).save_pretrained(tmp_path)
-    assert said(capsys, "model=pretrained", f"model.path={tmp_path}", "prompt=w5 w6").startswith("w5 w6 w")
 
 
 # The tests below show which weights are taken.

@@ -88,14 +88,6 @@ def test_early_stopping_ends_a_run_that_learns_nothing_and_exports_the_best(tmp_
     assert done.status == 0, done.output
 
 
-def test_trainers_are_chosen_by_what_they_run_on():
-    assert composed("trainer=cpu").trainer.accelerator == "cpu"
-    assert composed("trainer=gpu").trainer.accelerator == "gpu"
-    ddp = composed("trainer=ddp").trainer
-    assert (ddp.devices, ddp.strategy._target_) == ("auto", "lit_fused.parallel.ReplicatedStrategy")
-    assert composed("trainer=ddp", "strategy=fsdp2").trainer.strategy._target_ == "lit_fused.parallel.FSDP2Strategy"
-
-
 def test_where_the_default_would_be_mps_a_run_uses_the_cpu_and_says_so_once(monkeypatch):
     monkeypatch.setattr(MPSAccelerator, "is_available", staticmethod(lambda: True))
     monkeypatch.setattr(CUDAAccelerator, "is_available", staticmethod(lambda: False))

@@ -16,7 +16,6 @@ from lit_fused.app import ranks
 from lit_fused.app.reporting.page import write_report
 
 JOB = [*SYNTHETIC, *TINY_MODEL, "trainer.accelerator=cpu", "~callbacks.sample_text"]
-SAID = "MASTER_PORT={} cannot be used (Address already in use); set it to a free one, or leave it unset"
 
 
 def in_fork(work: Callable[[], None]) -> multiprocessing.Process:

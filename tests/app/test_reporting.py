@@ -18,8 +18,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from sweep_runs import METRICS, write_run
 
 from lit_fused.app import launching
-from lit_fused.app.reporting.page import write_report, write_run_page
-from lit_fused.app.reporting.runs import read_run
+from lit_fused.app.reporting.page import write_report
 
 HOSTILE = "</script><b id=hostile>&\"'"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
@@ -110,13 +109,6 @@ def test_runs_without_any_measurement_still_make_a_report_and_no_run_none(tmp_pa
     assert Image.open(tmp_path / "report.png").width > 500
 
 
-def test_curves_have_whole_rows_only(tmp_path: Path) -> None:
-    write_run(tmp_path, 0, ["seed=1"], curve=(9.0, 7.0))
-    path = tmp_path / "0" / "metrics.csv"
-    path.write_text(path.read_text() + "0,20")
-    assert read_run(tmp_path / "0").curves == {"train/loss": [(0, 9.0), (10, 7.0)], "val/loss": [(0, 8.5), (10, 8.5)]}
-
-
 @pytest.mark.slow
 def test_of_many_runs_the_best_are_drawn_and_the_report_takes_less_than_a_minute(tmp_path: Path) -> None:
     config: Any = OmegaConf.to_container(composed(), resolve=True)
@@ -169,16 +161,6 @@ def test_the_page_shows_every_run_loads_nothing_and_fits_a_phone(browser: Browse
     assert f"Once {HOSTILE}" in page.inner_text("body")
     assert "max_steps: 30" in page.inner_text("body")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    assert wrong == []
-
-
-@pytest.mark.needs_browser
-def test_one_run_has_the_same_page(browser: Browser, tmp_path: Path) -> None:
-    write_run(tmp_path, "2026-11-28/10-20-30", ["loss=cce"])
-    write_run_page(tmp_path / "2026-11-28" / "10-20-30")
-    page, wrong = opened(browser, tmp_path / "2026-11-28" / "10-20-30" / "report.html", color_scheme="dark")
-    assert page.inner_text("h1") == "Run 2026-11-28/10-20-30"
-    assert "loss=cce" in page.inner_text("body")
     assert wrong == []
 
 

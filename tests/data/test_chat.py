@@ -1,14 +1,12 @@
 """Conversations: the assistant's tokens and no others are learned, whatever the template, or they are left out."""
 
 import itertools
-import json
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from chat_templates import (
     CHATML_MARKED,
-    CHATML_UNMARKED,
     GEMMA,
     LLAMA3,
     LLAMA3_MARKED,
@@ -22,7 +20,6 @@ from chat_templates import (
 from transformers import ByT5Tokenizer
 
 from lit_fused.data import ChatEncoding
-from lit_fused.data.chat_encoding import ChatEncoder
 from lit_fused.data.chat_template import CHATML, with_chat_template
 from lit_fused.data.encoding import Encoded
 from lit_fused.data.tokenizer import train_tokenizer
@@ -47,7 +44,7 @@ def templated(tokenizer, messages, **options) -> dict[str, list[int]]:
 
 def documents(tokenizer, messages, block_size=10_000, **options):
     """[(tokens, wanted)] of a conversation's documents."""
-    (encoded,) = ChatEncoder(tokenizer, block_size, ChatEncoding(**options))([{"messages": messages}])
+    (encoded,) = ChatEncoding(**options).encoder(tokenizer, block_size)([{"messages": messages}])
     ends = (len(encoded.tokens),) if encoded.ends is None else encoded.ends
     starts = (0, *ends[:-1])
     wanted = wanted_of(encoded)
@@ -55,7 +52,7 @@ def documents(tokenizer, messages, block_size=10_000, **options):
 
 
 def why_left_out(tokenizer, messages, **record):
-    (encoded,) = ChatEncoder(tokenizer, 10_000, ChatEncoding())([{"messages": messages, **record}])
+    (encoded,) = ChatEncoding().encoder(tokenizer, 10_000)([{"messages": messages, **record}])
     assert not len(encoded.tokens)
     (note,) = encoded.notes
     return note
@@ -153,7 +150,7 @@ def test_where_an_answer_changes_its_prompts_tokens_they_are_encoded_apart(templ
         assert tokens[: len(given)].tolist() == given
         assert wanted.tolist() == [False] * len(given) + [True] * (len(tokens) - len(given))
         assert tokenizer.decode(tokens[wanted]) == written.format(answer)
-    (encoded,) = ChatEncoder(tokenizer, 100, ChatEncoding())([{"messages": messages}])
+    (encoded,) = ChatEncoding().encoder(tokenizer, 100)([{"messages": messages}])
     assert encoded.notes == ("divided: prompts are encoded otherwise with an answer behind them",)
 
 
@@ -163,40 +160,10 @@ def test_an_answer_that_the_template_does_not_write_behind_its_prompt_is_not_lea
     assert note.startswith("left out: the chat template does not write an answer behind its prompt; give it")
 
 
-def test_tools_reach_the_template_as_a_list_or_as_json():
-    template = "{% if tools %}{{ tools[0]['name'] }}{% endif %}" + CHATML_UNMARKED
-    encoder = ChatEncoder(make_tokenizer(template), 100, ChatEncoding())
-    messages = [says("user", "12"), says("assistant", "fox")]
-    tools = [{"name": "jumps"}]
-    as_list, as_json, without = encoder(
-        [{"messages": messages, "tools": given} for given in (tools, json.dumps(tools), None)]
-    )
-    assert str(encoder.tokenizer.decode(as_list.tokens)).startswith("jumps<|im_start|>user")
-    assert as_json.tokens.tolist() == as_list.tokens.tolist()
-    assert str(encoder.tokenizer.decode(without.tokens)).startswith("<|im_start|>user")
-
-
 # --- records -------------------------------------------------------------------------------------------------------
 
 
 USER = says("user", "a")
-
-
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        (
-            {"text": "a", "id": 1},
-            "hold no conversations .no column messages or .*; their columns are text, id; set data.mess",
-        ),
-        ({"messages": "hello"}, r"messages must be a list of .*; got 'hello'"),
-        ({"messages": [{"content": "hello"}]}, "message 1 has no role"),
-        ({"messages": [USER, says("assistant", 3)]}, r"content of message 2 \(assistant\) must be text; got '3'"),
-    ],
-)
-def test_a_record_of_another_form_is_refused_with_its_columns_and_what_maps_them(record, message):
-    with pytest.raises(UserError, match=message):
-        ChatEncoder(make_tokenizer(CHATML), 100, ChatEncoding())([record])
 
 
 def test_what_the_template_refuses_is_left_out_in_the_templates_own_words():
@@ -215,49 +182,7 @@ def test_a_message_that_spells_out_a_special_token_is_left_out():
     assert note.startswith("left out: a message spells out the special token <|im_end|>")
 
 
-def test_a_conversation_in_which_the_assistant_says_nothing_is_left_out():
-    encoder = ChatEncoder(make_tokenizer(CHATML), 100, ChatEncoding())
-    for messages in (
-        [says("user", "a")],
-        [says("user", "a"), says("assistant", "")],
-        [says("user", "a"), says("model", "b")],
-    ):
-        (encoded,) = encoder([{"messages": messages}])
-        assert len(encoded.tokens) == 0
-        assert encoded.notes == ("left out: the assistant says nothing",)
-
-
-def test_an_answer_of_weight_0_is_context_only():
-    tokenizer = make_tokenizer(CHATML)
-    messages = [USER, says("assistant", "dog", weight=0), USER, says("assistant", "fox", weight=1)]
-    ((tokens, wanted),) = documents(tokenizer, messages)
-    assert runs(tokenizer, tokens, wanted) == ["fox<|im_end|>"]
-
-
 # --- length --------------------------------------------------------------------------------------------------------
-
-
-def test_a_long_conversation_is_cut_skipped_or_refused():
-    tokenizer = make_tokenizer(CHATML)
-    messages = [says("user", "How are you?"), says("assistant", "I am well, thank you! " * 10)]
-    ((whole, wanted),) = documents(tokenizer, messages)
-    begin = int(np.flatnonzero(wanted)[0])
-
-    (cut,) = ChatEncoder(tokenizer, begin + 1, ChatEncoding())([{"messages": messages}])
-    assert cut.tokens.tolist() == whole[: begin + 1].tolist()
-    assert wanted_of(cut).tolist() == [False] * begin + [True]
-    assert cut.notes == (f"cut to {begin + 1} tokens",)
-
-    (nothing,) = ChatEncoder(tokenizer, begin, ChatEncoding())([{"messages": messages}])
-    assert len(nothing.tokens) == 0
-    assert nothing.notes == (f"left out: no answer begins within data.block_size={begin} tokens",)
-
-    (skipped,) = ChatEncoder(tokenizer, len(whole) - 1, ChatEncoding(too_long="skip"))([{"messages": messages}])
-    assert len(skipped.tokens) == 0
-    assert skipped.notes == (f"left out: longer than data.block_size={len(whole) - 1}",)
-    (kept,) = ChatEncoder(tokenizer, len(whole), ChatEncoding(too_long="skip"))([{"messages": messages}])
-    assert kept.tokens.tolist() == whole.tolist()
-    assert kept.notes == ()
 
 
 # --- tokenizers ----------------------------------------------------------------------------------------------------
@@ -292,7 +217,7 @@ def test_a_tokenizer_that_does_not_know_its_characters_is_refused():
     tokenizer = ByT5Tokenizer()
     tokenizer.chat_template = CHATML
     with pytest.raises(UserError, match="ByT5Tokenizer.* does not tell which characters a token holds"):
-        ChatEncoder(tokenizer, 100, ChatEncoding())
+        ChatEncoding().encoder(tokenizer, 100)
 
 
 def test_a_template_without_any_end_of_turn_token_learns_what_ends_its_turns():
@@ -300,5 +225,5 @@ def test_a_template_without_any_end_of_turn_token_learns_what_ends_its_turns():
     messages = [says("user", "12"), says("assistant", "fox"), says("user", "30"), says("assistant", "dog")]
     ((tokens, wanted),) = documents(tokenizer, messages)
     assert runs(tokenizer, tokens, wanted) == [" fox\n\n", " dog\n\n"]
-    (encoded,) = ChatEncoder(tokenizer, 100, ChatEncoding())([{"messages": messages}])
+    (encoded,) = ChatEncoding().encoder(tokenizer, 100)([{"messages": messages}])
     assert encoded.notes == ("no token ends the answers: a model does not learn to stop",)

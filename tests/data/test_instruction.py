@@ -5,7 +5,6 @@ import pytest
 from chat_templates import make_tokenizer
 
 from lit_fused.data import InstructionEncoding
-from lit_fused.data.instruction_encoding import InstructionEncoder
 from lit_fused.errors import UserError
 
 
@@ -14,7 +13,7 @@ def pair(prompt, completion):
 
 
 def encode(tokenizer, record, block_size=1000, **options):
-    (encoded,) = InstructionEncoder(tokenizer, block_size, InstructionEncoding(**options))([record])
+    (encoded,) = InstructionEncoding(**options).encoder(tokenizer, block_size)([record])
     return encoded
 
 
@@ -72,23 +71,6 @@ def test_columns_and_words_of_ones_own():
     encoded = encode(tokenizer, record, prompt="To {name}: {question}\nA:", completion="answer")
     assert tokenizer.decode(encoded.tokens) == "To fox: {How} are you?\nA:well</s>"
     assert tokenizer.decode(encoded.tokens[encoded.wanted]) == "well</s>"
-
-
-@pytest.mark.parametrize(
-    ("record", "options", "message"),
-    [
-        (
-            {"text": "a", "id": 1},
-            {},
-            "no completion, no prompt.; their columns are text, id; set data.prompt .*data=chat",
-        ),
-        ({"completion": "a", "q": "b"}, {"prompt": "Q: {question}"}, "no question.; their columns are completion, q"),
-        (pair("a", 3), {}, "prompt and completion must be texts, .* got prompt: 'a', completion: '3'"),
-    ],
-)
-def test_a_record_of_another_form_is_refused_with_its_columns_and_what_maps_them(record, options, message):
-    with pytest.raises(UserError, match=message):
-        encode(make_tokenizer(), record, 4, **options)
 
 
 def test_long_documents_are_cut_or_skipped_and_empty_completions_left_out():

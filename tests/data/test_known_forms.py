@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_templates import make_tokenizer
+from chat_templates import CHATML_UNMARKED, make_tokenizer
 from datasets import Dataset
 
-from lit_fused.data import ChatEncoding, InstructionEncoding, PreferenceEncoding
+from lit_fused.data import ChatEncoding, InstructionEncoding, PairEncoding, PreferenceEncoding
 from lit_fused.data.records import load_records
+from lit_fused.errors import UserError
 
 
 def user(content: Any) -> dict[str, Any]:
@@ -124,3 +125,38 @@ def test_a_file_of_a_known_form_is_named_and_its_answers_are_learned(form, kind,
     encoder = encoding.encoder(make_tokenizer(), 1000)
     encoded = encoder(found.to_list())
     assert [encoder.tokenizer.decode(one.tokens[one.wanted]) for one in encoded] == answers
+
+
+TEXT = {"text": "a", "id": 1}
+PAIR = {"chosen": [user("a"), assistant("b")], "rejected": [assistant("c")]}
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (
+        ChatEncoding,
+        TEXT,
+        "no conversations .no column messages .*; their columns are text, id; set data.mess",
+    ),
+    (
+        ChatEncoding,
+        {"messages": [user("a"), assistant(3)]},
+        r"message 2 \(assistant\) must be text; got '3'",
+    ),
+    (ChatEncoding, {"messages": [{"content": "hello"}]}, "message 1 has no role"),
+    (InstructionEncoding, TEXT, "no completion, no prompt.; their columns are text, id; set data.prompt .*data=chat"),
+    (InstructionEncoding, {"prompt": "a", "completion": 3}, "must be texts, .* got prompt: 'a', completion: '3'"),
+    (PairEncoding, TEXT, "no column source and no target; their columns are text, id; set data.source_column"),
+    (PreferenceEncoding, {"prompt": "a", "chosen": "b"}, "no preferences .*; their columns are prompt, chosen; set"),
+    (PreferenceEncoding, PAIR, "lists of messages that begin with the same ones"),
+]
+
+
+@pytest.mark.parametrize(("encoding", "record", "said"), REFUSED)
+def test_a_record_of_another_form_is_refused_with_its_columns_and_what_maps_them(encoding, record, said):
+    with pytest.raises(UserError, match=said):
+        encoding().encoder(make_tokenizer(CHATML_UNMARKED), 100)([record])
+
+
+def test_an_answer_of_weight_0_is_context_only():
+    encoder = ChatEncoding().encoder(make_tokenizer(CHATML_UNMARKED), 100)
+    messages = [user("a"), assistant("dog", weight=0), user("b"), assistant("fox", weight=1)]
+    (encoded,) = encoder([{"messages": messages}])
+    assert encoder.tokenizer.decode(encoded.tokens[encoded.wanted]) == "fox<|im_end|>"

@@ -15,7 +15,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_helpers import quiet_trainer, tiny_llama
 
 from lit_fused import FusedCausalLMModule, UserError
-from lit_fused.data.mixture import shares
 
 SIZES: dict[str, Any] = {"vocab_size": 300, "block_size": 16, "batch_size": 2, "val_fraction": 0.2, "seed": 3}
 
@@ -68,16 +67,6 @@ def test_without_weights_each_row_comes_once_and_a_weight_of_0_leaves_a_set_to_v
     assert [*data.val_dataloader()] == ["web", "code"]
 
 
-def test_whole_numbers_of_rows_are_as_near_to_the_weights_as_can_be_and_none_is_0():
-    assert shares(10, np.array([1, 1, 1])) in ([4, 3, 3], [3, 4, 3], [3, 3, 4])
-    assert shares(10, np.array([1e-9, 1.0])) == [1, 9]
-    assert shares(3, np.array([1e-9, 1e-9, 1.0])) == [1, 1, 1]
-    for weights in np.random.default_rng(0).random((50, 5)) ** 4:
-        counts = shares(1000, weights)
-        assert sum(counts) == 1000
-        assert max(abs(np.array(counts) - 1000 * weights / weights.sum())) <= 5
-
-
 def test_each_sets_metrics_are_those_of_the_set_alone_and_the_loss_is_over_all_tokens(paths, tmp_path):
     data = mixed(paths)
     module = FusedCausalLMModule(tiny_llama(vocab_size=data.vocab_size))
@@ -120,21 +109,6 @@ def test_a_mixture_that_is_resumed_in_an_epoch_ends_with_the_bits_of_one_that_ra
         fitted(70, tmp_path / "step=61.ckpt", web=1.0, code=1.0)
 
 
-def test_the_sets_share_one_tokenizer_that_saw_what_they_train_on_and_the_cache_is_found_again(paths):
-    data = mixed(paths, vocab_size=400)
-    assert data.tokenizer is not None
-    words = data.tokenizer.get_vocab()
-    assert any("page" in word for word in words)
-    assert any("return" in word for word in words)
-    again = mixed(paths, vocab_size=400)
-    assert again.prepared.report.count("to train on") == 2
-    stores = [*again.prepared.to_train_on.values()]
-    texts = [data.tokenizer.decode(store.read(0, store.num_tokens)[0]) for store in stores]
-    assert "hello" in texts[0]
-    assert "return" in texts[1]
-    assert "return" not in texts[0]
-
-
 def test_held_out_data_of_their_own_leave_all_of_the_path_to_train_on(paths, tmp_path):
     data = mixed({"web": paths["web"]}, val_path=str(paths["code"]))
     assert data.prepared.train.num_documents == 60
@@ -157,23 +131,6 @@ def test_a_set_may_have_options_of_its_own(tmp_path):
     texts = [data.tokenizer.decode(store.read(0, 60)[0]) for store in data.prepared.to_train_on.values()]
     assert "some words" in texts[0]
     assert "grün" in texts[1]
-
-
-NAMED = {"web": "a.txt", "code": "b.txt"}
-WEIGHTS = r"data.weights must be numbers of 0 or more, one above 0, for the sets of data.path \(web, code\)"
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"path": NAMED, "weights": {"web": -1, "code": 2}}, WEIGHTS),
-        ({"path": NAMED, "weights": {"web": 1, "cod": 1}}, WEIGHTS),
-        ({"path": {"a/b": "a.txt"}}, "data.path names a set 'a/b'"),
-    ],
-)
-def test_sets_and_weights_that_do_not_fit_are_one_sentence_before_anything_is_read(options, sentence):
-    with pytest.raises(UserError, match=sentence):
-        text_data(**options)
 
 
 @pytest.mark.slow

@@ -10,8 +10,7 @@ from data_modules import hub_data, pairs_data, ready
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from lit_fused.data import IGNORE_INDEX
-from lit_fused.data.pair_encoding import PairEncoder, PairEncoding
+from lit_fused.data import IGNORE_INDEX, PairEncoding
 from lit_fused.errors import UserError
 
 
@@ -45,7 +44,7 @@ def word_tokenizer(template=None):
 
 
 def encode(tokenizer, source, target, block_size=100, **options):
-    (encoded,) = PairEncoder(tokenizer, block_size, PairEncoding(**options))([{"source": source, "target": target}])
+    (encoded,) = PairEncoding(**options).encoder(tokenizer, block_size)([{"source": source, "target": target}])
     tokens, wanted = encoded.tokens, encoded.wanted
     assert wanted is not None
     named = tokenizer.convert_ids_to_tokens
@@ -85,7 +84,7 @@ def test_a_tokenizer_without_an_end_is_refused_and_one_that_is_trained_has_one()
     tokenizer = word_tokenizer()
     tokenizer.eos_token = None
     with pytest.raises(UserError, match="has no end-of-text token, which ends every target"):
-        PairEncoder(tokenizer, 100, PairEncoding())
+        PairEncoding().encoder(tokenizer, 100)
     encoding = PairEncoding("q", "a")
     trained = encoding.train([{"q": "how are you", "a": "well"}] * 4, 270)
     (encoded,) = encoding.encoder(trained, 64)([{"q": "how are you", "a": "well"}])

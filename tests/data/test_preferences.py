@@ -7,10 +7,8 @@ import torch
 from chat_templates import make_tokenizer
 
 from lit_fused.data import InstructionEncoding, PreferenceEncoding, TokenDataModule
-from lit_fused.errors import UserError
 
 TEXTS = [{"prompt": f"{n} +", "chosen": f" {n} fox", "rejected": " dog" * (1 + n % 3)} for n in range(12)]
-SINGLE = [{"prompt": f"{n} +", "completion": " fox", "label": n % 2 == 0} for n in range(12)]
 USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "How"), ("assistant", "fox"), ("assistant", "dog")))
 
 
@@ -126,22 +124,6 @@ def test_a_label_is_true_or_false_or_one_or_zero():
     assert [len(one.tokens[: one.ends[0]]) > 1 for one in found] == [True, True, False, False]
     with pytest.raises(KeyError, match="false"):
         encoder([single | {"label": "false"}])
-
-
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        (
-            {"prompt": "a", "chosen": " b"},
-            "hold no preferences .*; their columns are prompt, chosen; set data.prompt, ",
-        ),
-        ({"chosen": "a", "rejected": "b"}, "a prompt and its answers must be texts, or lists of messages"),
-        ({"chosen": [USER, GOOD], "rejected": [BAD]}, "lists of messages that begin with the same ones"),
-    ],
-)
-def test_a_record_of_another_form_is_refused_with_what_it_has(tmp_path, record, message):
-    with pytest.raises(UserError, match=message):
-        module_of(tmp_path, [*TEXTS[:3], record])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_modules import ready, text_data
+from chat_templates import CHATML_UNMARKED, make_tokenizer
+from data_modules import chat_data, pairs_data, preference_data, ready, text_data
 
 COMMON: dict[str, Any] = {"vocab_size": 400, "block_size": 32, "batch_size": 4, "val_fraction": 0.1, "seed": 3}
 
@@ -80,3 +81,43 @@ def test_batches_of_two_epochs_and_held_out_ones_are_those_recorded(tmp_path, ki
     held_out = held_out if isinstance(held_out, dict) else {"": held_out}
     found = [checksum(training), checksum(training), *map(checksum, held_out.values())]
     assert " ".join(found) == RECORDED[f"{kind} {options}"]
+
+
+def said(number: int, what: str) -> str:
+    return f"{number} {what} " + "fox 🎉 " * (number % 5) + "\n" * (number % 3)
+
+
+def messages(number: int) -> list[dict[str, str]]:
+    turns = [said(number, "asks"), said(number, "says"), "well?", said(number, "knows")]
+    return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(turns)]
+
+
+PAIRED: dict[str, tuple[Any, Any, str]] = {
+    "chats": (chat_data, lambda n: {"messages": messages(n)}, "ef8ff92e ad17bf73 3f1d669e"),
+    "preferences": (
+        preference_data,
+        lambda n: {"prompt": said(n, "asks"), "chosen": said(n, "yes"), "rejected": said(n, "no")},
+        "c6fbceca 8112c6a8 d813f762",
+    ),
+    "single answers": (
+        preference_data,
+        lambda n: {"prompt": said(n, "asks"), "completion": said(n, "says"), "label": n % 3 == 0},
+        "48651146 34db8fcb 0212ed97",
+    ),
+    "pairs": (
+        pairs_data,
+        lambda n: {"source": said(n, "asks"), "target": said(n, "says")},
+        "df3fedcf 5857c0a9 a3a44074",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PAIRED)
+def test_batches_of_answers_are_those_recorded(tmp_path, kind):
+    module, record, recorded = PAIRED[kind]
+    make_tokenizer(CHATML_UNMARKED).save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record(n)) + "\n" for n in range(60)))
+    options = {"tokenizer": tmp_path / "tokenizer", "cache_dir": tmp_path / "cache"}
+    data = ready(module(path=tmp_path / "data.jsonl", **{**COMMON, "block_size": 64}, **options))
+    training = data.train_dataloader()
+    assert " ".join(map(checksum, (training, training, data.val_dataloader()))) == recorded

@@ -15,7 +15,7 @@ from datasets import config
 from datasets.arrow_writer import ArrowWriter
 from fake_hub import fake_hub
 
-from lit_fused.data import RolloutDataModule, TextEncoding, TokenDataModule, records
+from lit_fused.data import RolloutDataModule, records
 from lit_fused.data.records import load_records
 from lit_fused.errors import UserError
 
@@ -129,13 +129,6 @@ def test_another_encoding_is_read_when_it_is_named_and_asked_for_when_it_is_not(
         load_records(tmp_path / "bad.jsonl", cache_dir=tmp_path)
 
 
-def test_a_pipe_or_a_log_file_gets_no_progress_bars(tmp_path, capfd):
-    tokens = TokenDataModule(written("jsonl", tmp_path / "a.jsonl"), TextEncoding(), vocab_size=300, cache_dir=tmp_path)
-    assert tokens.prepared.train.num_documents > 1
-    assert "examples" not in capfd.readouterr().err
-    assert not datasets.are_progress_bars_disabled()
-
-
 def test_the_rollouts_of_each_round_leave_no_copy_in_the_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
     rollouts = [{"prompt_ids": [1, 2], "completion_ids": [3], "reward": float(i)} for i in range(4)]
@@ -145,11 +138,6 @@ def test_the_rollouts_of_each_round_leave_no_copy_in_the_cache(tmp_path, monkeyp
         data.setup()
         assert len(data.rows["train"]) == 4
     assert not [*tmp_path.rglob("*.arrow")]
-
-
-def test_the_standard_library_is_a_corpus_of_several_megabytes_without_tests_and_packages(tmp_path):
-    found = load_records(None, max_bytes=2_000_000, cache_dir=tmp_path)["text"][:]
-    assert sum(len(text.encode()) for text in found) == pytest.approx(2_000_000, abs=100)
 
 
 def test_paths_columns_and_folders_without_data_are_named(tmp_path):

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_helpers import loader, quiet_trainer, ragged_batches
 from logits_changes import CASES, Case, changed, outcome
+from ranks import call
 from tiny_models import (
     MODELS,
     ScaledInTraining,
@@ -24,7 +25,6 @@ from tiny_models import (
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.data import DataLoader
-from torchrun import call
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 

@@ -10,6 +10,8 @@ from hydra._internal.config_repository import ConfigRepository
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict, read_write
 
+import lit_fused.app.defaults  # noqa: F401 (registers the resolver that conf/ uses)
+
 CONF = Path(__file__).parents[2] / "conf"
 _read: dict[str, Any] = {}
 _read_file = ConfigRepository.load_config
