@@ -15,7 +15,7 @@ from large_batch import ROUNDING, one_large_batch_training
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_helpers import VOCABULARY, loader, quiet_trainer, ragged_batches, tiny_llama
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, get_constant_schedule, get_cosine_schedule_with_warmup
+from transformers import AutoModelForCausalLM, get_constant_schedule
 
 from lit_fused import (
     CrossEntropyLoss,
@@ -257,23 +257,6 @@ def test_weights_decay_and_gains_and_biases_do_not():
     assert not any("norm" in names[id(p)] or "bias" in names[id(p)] for p in decaying["params"])
     assert len(plain["params"]) + len(decaying["params"]) == len(names)
     assert plain["weight_decay"] == 0.0
-
-
-def test_the_learning_rate_warms_up_and_decays_by_optimiser_steps(tmp_path):
-    rates: list[float] = []
-
-    class Rates(L.Callback):
-        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-            rates.append(optimizer.param_groups[0]["lr"])
-
-    module = FusedCausalLMModule(
-        tiny_llama(),
-        optimizer=partial(torch.optim.AdamW, lr=1.0),
-        scheduler=partial(get_cosine_schedule_with_warmup, num_warmup_steps=2),
-    )
-    trainer = quiet_trainer(tmp_path, max_steps=6, accumulate_grad_batches=2, callbacks=[Rates()])
-    trainer.fit(module, loader(ragged_batches(12)))
-    assert rates == pytest.approx([0.0, 0.5] + [0.5 * (1 + math.cos(math.pi * i / 4)) for i in range(4)])
 
 
 def checkpointed(folder: Path, **options: Any) -> L.Trainer:
