@@ -2,6 +2,7 @@
 
 import csv
 import os
+import pty
 import re
 import signal
 import time
@@ -14,7 +15,7 @@ import lightning as L
 import pytest
 import torch
 from checkpoint_fits import train
-from commands import ROOT, SYNTHETIC, TIMEOUT_S, TINY_MODEL, environment
+from commands import ROOT, SYNTHETIC, TIMEOUT_S, TINY_MODEL, command, environment
 from ranks import each
 
 from lit_fused.callbacks import RunCheckpoint, StopOnSignal
@@ -53,7 +54,12 @@ def step_of(path: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+    ("number", "code"),
+    [
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_ends_a_run_after_a_step_that_is_saved(number, code, tmp_path):
     status, output = stopped(tmp_path, SMALL, lambda text: "step 1/5000" in text, number)
@@ -68,10 +74,27 @@ def test_a_signal_ends_a_run_after_a_step_that_is_saved(number, code, tmp_path):
     )
     assert f"{name}: the run stops after this step" in output
     assert re.search(rf"Stopped at step {step}\. Resume with:\n  .*ckpt_path={path}\n", output)
+    assert output.count("ckpt_path=") == 1
     assert not (tmp_path / "out" / "exported").exists()
     with (tmp_path / "out" / "metrics.csv").open() as file:
         logged = [int(row["step"]) + 1 for row in csv.DictReader(file) if row["train/loss"]]
     assert max(logged) == step
+
+
+@pytest.mark.slow
+def test_a_run_whose_terminal_closes_saves_its_step(tmp_path):
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(tmp_path)
+        os.execvpe(command()[0], command(*SMALL), environment(tmp_path))
+    output, deadline = "", time.monotonic() + TIMEOUT_S
+    while not re.search("step [1-9]", output) and time.monotonic() < deadline:
+        output += os.read(terminal, 65536).decode(errors="replace")
+    os.close(terminal)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 129
+    assert 0 < step_of(tmp_path / LAST) < 1000
+    assert (tmp_path / "out" / "error.txt").read_text().startswith("stopped by SIGHUP at step")
 
 
 SOON = [*SMALL, "trainer.max_steps=3"]
