@@ -4,7 +4,6 @@ import itertools
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -70,24 +69,6 @@ def test_targets_of_any_integer_dtype_are_those_of_int64(dtype, ignore_index, vo
         torch.testing.assert_close(found, expected)
     ranks = (F.linear(hidden, weight) > F.linear(hidden, weight).gather(1, targets[:, None])).sum(1)
     assert torch.equal(torch.as_tensor(top_items(hidden, weight, 1, targets=narrow).ranks), ranks)
-
-
-def test_transforms_that_the_losses_do_not_have_raise_torchs_own_errors():
-    hidden, weight, targets = torch.randn(2, 8), torch.randn(9, 8), torch.tensor([1, 2])
-
-    def loss(hidden: torch.Tensor) -> torch.Tensor:
-        return linear_cross_entropy(hidden, weight, targets)[0]
-
-    def losses(hidden: torch.Tensor) -> torch.Tensor:
-        return -token_scores(hidden, weight, targets).log_prob
-
-    with pytest.raises(RuntimeError, match="does not have vmap support"):
-        torch.vmap(loss)(hidden.expand(3, 2, 8))
-    for function in (loss, losses):
-        with pytest.raises(NotImplementedError, match="forward mode AD"):
-            torch.func.jvp(function, (hidden,), (hidden,))
-    with pytest.raises(RuntimeError, match="vmap"):
-        torch.func.jacrev(losses)(hidden)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -359,16 +340,6 @@ def test_inside_a_checkpoint_gradients_are_those_outside():
     for function in functions + [torch.compile(function, backend="eager") for function in (scores, functions[2])]:
         found = torch.autograd.grad(checkpoint(function, *tensors, use_reentrant=False), tensors)
         torch.testing.assert_close(found, expected)
-
-
-def test_gradcheck_with_every_feature_on():
-    tensors, targets = make(n=6, d=3, v=5, bias=True)
-    options: dict[str, Any] = {"softcap": 2.0, "scale": 0.7, "label_smoothing": 0.1, "z_loss": 1e-2}
-
-    def function(hidden, weight, bias):
-        return linear_cross_entropy(hidden, weight, targets, bias=bias, reduction="none", **options)[0]
-
-    assert torch.autograd.gradcheck(function, tensors)
 
 
 @pytest.fixture

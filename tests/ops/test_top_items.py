@@ -63,15 +63,6 @@ def test_equal_scores_are_ordered_by_their_items_in_every_dtype(dtype):
     assert found.ranks.tolist() == [row.index(t) for row, t in zip(expected, targets.tolist(), strict=True)]
 
 
-def test_a_table_of_zeros_gives_the_first_items():
-    found = lit_fused.top_items(
-        torch.ones(3, 4), torch.zeros(9, 4), 4, [[0], [], [1, 2]], targets=torch.tensor([3] * 3)
-    )
-    assert found.items.tolist() == [[1, 2, 3, 4], [0, 1, 2, 3], [0, 3, 4, 5]]
-    assert found.ranks is not None
-    assert found.ranks.tolist() == [2, 3, 1]
-
-
 def test_an_excluded_target_is_behind_all_items_and_no_target_has_no_rank():
     hidden, weight, _, _ = case(n=3, v=5)
     found = lit_fused.top_items(hidden, weight, 5, [[2], [], []], targets=torch.tensor([2, -1, -100]))
