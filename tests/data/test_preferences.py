@@ -126,6 +126,11 @@ def test_a_label_is_true_or_false_or_one_or_zero():
         encoder([single | {"label": "false"}])
 
 
+def test_a_labelled_answer_among_pairs_is_named_by_its_line(tmp_path):
+    with pytest.raises(UserError, match="record 6: it has no chosen and no rejected, which others have"):
+        module_of(tmp_path, [*TEXTS[:5], {"prompt": "a", "completion": " b", "label": True}, *TEXTS[5:]])
+
+
 @pytest.mark.parametrize(
     ("record", "note"),
     [
