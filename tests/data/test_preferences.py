@@ -7,6 +7,7 @@ import torch
 from chat_templates import make_tokenizer
 
 from lit_fused.data import InstructionEncoding, PreferenceEncoding, TokenDataModule
+from lit_fused.errors import UserError
 
 TEXTS = [{"prompt": f"{n} +", "chosen": f" {n} fox", "rejected": " dog" * (1 + n % 3)} for n in range(12)]
 USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "How"), ("assistant", "fox"), ("assistant", "dog")))
