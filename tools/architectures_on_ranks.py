@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from architectures import ENTRIES, Entry, language_model, sharpen, tiny_batch, tiny_config, tiny_model
 from lightning_helpers import loader, quiet_trainer
-from parallel_job import ON_GPUS, STRATEGIES
+from parallel_cases import ON_GPUS, STRATEGIES
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -58,7 +58,7 @@ def on_ranks(entry: Entry, strategy: str, batch: dict[str, Any], *, late: bool) 
     module = (FusedMaskedLMModule if entry.task == "masked" else pairs)(
         backbone, LinearCrossEntropyLoss(), partial(torch.optim.SGD, lr=RATE)
     )
-    options: dict[str, Any] = {"devices": 2, "strategy": STRATEGIES[strategy](), "use_distributed_sampler": False}
+    options: dict[str, Any] = {"devices": 2, "strategy": STRATEGIES[strategy][2](), "use_distributed_sampler": False}
     options["accelerator"] = "cuda" if ON_GPUS else "cpu"
     quiet_trainer(Path("unused"), max_steps=1, **options).fit(module, loader([batch]))
     with module.placement.whole_weights(module.backbone) as whole:

@@ -9,6 +9,7 @@ place. Cells that a run lacks stay empty.
 import json
 import statistics
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -288,7 +289,34 @@ def draw(path: Path) -> None:
     pyplot.close(figure)
 
 
-PAGES = {"head": head, "filtered": filtered, "token_scores": token_scores, "qwen3_memory": qwen3_memory}
+def measured(name: str) -> str:
+    """Return a page of measurements that have no tool of their own: a section for each command."""
+    found = stored(name)
+    usual = f"{found['machine']}; {found['versions']}."
+    parts = [f"# {found['title']}\n", f"{found['says']} {usual}".strip() + "\n"]
+    for part in found["sections"]:
+        parts.append(f"## {part['title']}\n")
+        if part["commands"]:
+            parts.append("\n".join(["```bash", *part["commands"], "```\n"]))
+        where = f"{part['machine']}; {part['versions']}."
+        parts.append(f"{part['what']}{'' if where == usual else ' ' + where}\n")
+        forms = [form for _, form in part["columns"]]
+        rows = [
+            ["" if cell is None else format(cell, form) for cell, form in zip(row, forms, strict=True)]
+            for row in part["rows"]
+        ]
+        parts.append(table([title for title, _ in part["columns"]], rows).replace("e-0", "e-"))
+        parts += [f"{part['picture']}\n"] if "picture" in part else []
+    return "\n".join(parts)
+
+
+PAGES = {
+    "head": head,
+    "filtered": filtered,
+    "token_scores": token_scores,
+    "qwen3_memory": qwen3_memory,
+    **{name: partial(measured, name) for name in ("runs", "devices", "faults")},
+}
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from errors_of import relative_error
 from parallel_cases import Case
-from parallel_fits import COMPILED, MATRIX, judge, launch, precision_dtype, result_of, train_here
+from parallel_fits import COMPILED, MATRIX, fit, judge, launch, precision_dtype, train_here
 
 STORED = Path(__file__).parent.parent / "docs" / "evidence" / "strategies.json"
 DOCUMENT = STORED.with_suffix(".md")
@@ -35,10 +35,10 @@ process, which trains with one large batch and the model's own logits. Empty: no
 """
 
 
-def errors(case: Case, folder: Path) -> dict[str, list[float]]:
+def errors(case: Case, result: Any, folder: Path) -> dict[str, list[float]]:
     """Return the errors of a case and of one process: each of the gradients, then of the weights."""
-    judge(case, folder)
-    result, truth = torch.load(result_of(case, folder), weights_only=False), train_here(case, torch.float64)
+    judge(case, result, folder)
+    truth = train_here(case, torch.float64)
     runs = {"errors": result, "one_process": train_here(case, precision_dtype(case))}
     keys = ("gradients", "weights")
     return {name: [float(f"{relative_error(run[k], truth[k]):.1e}") for k in keys] for name, run in runs.items()}
@@ -49,9 +49,10 @@ def compared(cases: list[Case]) -> list[dict[str, Any]]:
     names = ("strategy", "model", "loss", "precision", "compile")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        found: dict[Case, Any] = {}
         for strategy in dict.fromkeys(case.strategy for case in cases):
-            launch(folder, "run", [case for case in cases if case.strategy == strategy], timeout=900)
-        return [{key: getattr(case, key) for key in names} | errors(case, folder) for case in cases]
+            found |= launch(fit, [case for case in cases if case.strategy == strategy], folder, timeout=900)
+        return [{key: getattr(case, key) for key in names} | errors(case, found[case], folder) for case in cases]
 
 
 def document(cells: list[dict[str, Any]]) -> str:

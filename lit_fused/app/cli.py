@@ -15,12 +15,13 @@ from omegaconf import DictConfig
 
 from lit_fused.app.commands import run
 from lit_fused.app.overrides import with_run
+from lit_fused.app.streams import keep_printing
 from lit_fused.errors import UserError
 
 _PACKAGED = "pkg://lit_fused.conf"
 _ANSWERED = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
 _OWN = "A file of your own is FOLDER/experiment/NAME.yaml, begins with the line # @package _global_, and is chosen by "
-_OWN += "--config-dir FOLDER experiment=NAME: docs/own_configuration.md"
+_OWN += "--config-dir FOLDER experiment=NAME: docs/commands.md"
 _VERSIONS = ("lit-fused", "torch", "lightning", "transformers")
 
 
@@ -31,6 +32,8 @@ def main(conf: str = _PACKAGED) -> None:
     if sys.argv[1:] == ["--version"]:
         print(", ".join(f"{name} {version(name)}" for name in _VERSIONS))
         return
+    if not _ANSWERED.intersection(sys.argv):
+        keep_printing()
     folder = Path(conf) if conf != _PACKAGED else Path(__file__).parents[1] / "conf"
     for word in sys.argv[1:]:
         if meant := _meant(word, folder):

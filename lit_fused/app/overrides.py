@@ -16,9 +16,11 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
+from lit_fused.app.config import refuse_code_of_folders
 from lit_fused.app.run_folder import RUN_FILE, read_run_file
 from lit_fused.atomic import is_whole, newest_in, whole_checkpoint
 from lit_fused.errors import UserError, resuming
+from lit_fused.ops.user_error import printable
 
 _OF_ONE_RUN = {"mode", "ckpt_path", "output_dir", "prompt", "hydra"}
 _PATHS = {"path", "val_path", "tokenizer", "cache_dir", "chat_template", "scores", "items"}
@@ -95,7 +97,9 @@ def configuration_of(run: Path, typed: Sequence[str] = (), config_dir: str | Non
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module("lit_fused.conf", version_base="1.3"):
-            yield compose("train", words)
+            cfg = compose("train", words)
+            refuse_code_of_folders(cfg)
+            yield cfg
     finally:
         GlobalHydra.instance().hydra = program
 
@@ -138,7 +142,8 @@ def _key(override: str) -> str:
 def _is_unsafe(override: str) -> bool:
     name, _, value = override.partition("=")
     leaves = "." not in name.partition("@")[0] and ".." in value  # the folder of a group in conf/
-    return leaves or not _PLAIN.match(override) or bool(_UNSAFE.search(override))
+    is_odd = printable(override) != override  # Hydra would print it as it is.
+    return leaves or is_odd or not _PLAIN.match(override) or bool(_UNSAFE.search(override))
 
 
 def _placed(override: str, start: str) -> str:

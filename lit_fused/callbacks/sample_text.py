@@ -13,6 +13,7 @@ from rich.text import Text
 from lit_fused.callbacks.training_progress import console_beside_bar
 from lit_fused.errors import UserError
 from lit_fused.models.generation import GenerateOptions, continue_text, encode_prompt, positions, room_after
+from lit_fused.ops.user_error import printable
 from lit_fused.training import FusedLMModule
 
 
@@ -78,7 +79,8 @@ class SampleText(L.Callback):
             return
         prompt = tokenizer.decode(inputs[0], skip_special_tokens=True)
         self.samples[when] = prompt + ("\n\n" if model.config.is_encoder_decoder else "") + answer
-        text = Text.assemble((prompt, "bold"), self.samples[when].removeprefix(prompt))
+        shown = (printable(prompt), "bold"), printable(self.samples[when].removeprefix(prompt))
+        text = Text.assemble(*shown)
         console_beside_bar(trainer).print(Panel(text, title=f"Sample {when}", title_align="left"))
         log_text(trainer.loggers, f"sample/{when}", self.samples[when], trainer.global_step)
 

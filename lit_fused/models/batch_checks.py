@@ -1,12 +1,17 @@
 """Look at a first batch for mistakes that would be silent, or that end in an error which does not name them."""
 
+import inspect
+import warnings
+from collections.abc import Iterable
+
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, did_you_mean
 from lit_fused.losses.loss import Batch, has_shifted_labels, labels_of
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
+_OTHER_NAMES = {"loss_mask": "token_weights", "loss_weights": "token_weights"}  # of Megatron's batches, and others'
 _TELLING_TOKENS = 8  # So many labels are not all next tokens, or all left as they were by a mask, by chance.
 
 
@@ -23,6 +28,26 @@ def check_inputs_of(model: PreTrainedModel | None, batch: Batch) -> None:
             )
         check_mask(batch)
         check_entries(ids, len(table))
+
+
+def warn_of_unread(model: PreTrainedModel | None, batch: Batch, read: Iterable[str]) -> None:
+    """Warn of an entry that neither a loss, which reads some, nor the model's forward has by name, and whose name is
+    near to one that the batch lacks: transformers' models take any name without a word."""
+    if model is None:
+        return
+    known = {*inspect.signature(model.forward).parameters, *read}
+    has = {name for name, value in batch.items() if value is not None}
+    for name in sorted(has - known):
+        meant = did_you_mean(_OTHER_NAMES.get(name, name), known - has)
+        if meant:
+            warnings.warn(f"a batch has {name}, which neither the model nor the loss reads{meant}", stacklevel=2)
+
+
+def warn_of_zero_weights(weights: Tensor, targets: Tensor) -> None:
+    """Warn if the weights (B, T) of all targets of a batch are zero. Waits for a GPU."""
+    counts = targets != IGNORE_INDEX
+    if counts.any() and not weights[counts].any():
+        warnings.warn("token_weights of a batch are all zero at its labels: nothing is learned from it", stacklevel=2)
 
 
 def check_entries(ids: Tensor, entries: int) -> None:

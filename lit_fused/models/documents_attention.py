@@ -8,8 +8,13 @@ implementation here, registered as transformers documents it.
 
 A model that is compiled as a whole also gets a mask for rows of one document, since a graph cannot look at positions to
 see that they are. Here the batch says it.
+
+In a batch without positions and masks, transformers counts the positions itself, searches them for documents all the
+same, and waits for the GPU to see that there are none: 2 % of a step of Qwen3-0.6B on an H100 (96.4k tokens/s without,
+94.7k with). It does not search beside a cache, so such batches bring one that keeps nothing.
 """
 
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,11 +23,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, Cache, PreTrainedModel
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, flex_attention_mask, sdpa_mask
 
+from lit_fused.heads.model_state import probing
+from lit_fused.heads.probe import probe_batch
 from lit_fused.models.documents_apart import Form
 from lit_fused.ops.backends import compiler_missing
 
@@ -31,6 +38,34 @@ NAME = "lit_fused_documents"
 # Sizes of heads: FlexAttention has no smaller ones, and its backward pass of larger ones does not fit on every card.
 _HEADS = range(16, 129)
 _rows: Literal["masks", "blocks", "whole"] = "masks"  # how the forward pass that runs is to keep documents apart
+
+
+class EmptyCache(Cache):
+    """A cache that keeps nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+
+@torch.no_grad()
+def empty_cache_for(model: PreTrainedModel | None) -> EmptyCache | None:
+    """Return a cache beside which a model's logits stay as they are to the last bit, or None."""
+    if model is None or not _is_decoder_of_text(model):
+        return None
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):  # It warns of any cache.
+        return None
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        return None
+    cache, batch = EmptyCache(), probe_batch(model, 2)
+    try:
+        with probing(model), torch.compiler.set_stance("force_eager"):
+            usual, beside = (model(**batch, **more).logits for more in ({}, {"past_key_values": cache}))
+    except Exception:  # The model needs more than token ids, or a cache of its own kind, and raises what it likes.
+        return None
+    return cache if torch.equal(usual, beside) else None
 
 
 def _is_decoder_of_text(model: PreTrainedModel) -> bool:

@@ -38,7 +38,12 @@ from lit_fused.losses.loss import (
 from lit_fused.losses.own_losses import as_loss
 from lit_fused.losses.standard import token_losses_of_logits
 from lit_fused.models import documents_apart, documents_attention
-from lit_fused.models.batch_checks import check_inputs_of, refuse_shifted_twice
+from lit_fused.models.batch_checks import (
+    check_inputs_of,
+    refuse_shifted_twice,
+    warn_of_unread,
+    warn_of_zero_weights,
+)
 from lit_fused.models.checked_slice import spot_check
 from lit_fused.models.documents_apart import Form, is_packed, may_be_packed
 from lit_fused.models.load import is_deferred
@@ -61,6 +66,8 @@ class LanguageModel(nn.Module):
     backbone: nn.Module
     few_targets = False
     shifts_labels = True  # and so has the model's own loss to
+    own_loss_differs = False  # on purpose, so that the spot check leaves it out
+    divides_as_own_loss = False  # by "num_items_in_batch" where the model's own loss does so, and only there
     _is_encoder_decoder: bool | None = False  # None: either
     _wrong_backbone = (
         "is an encoder-decoder, whose encoder would see the very labels that are predicted; use FusedSeq2SeqLMModule "
@@ -91,6 +98,7 @@ class LanguageModel(nn.Module):
         self._compiled = None if backbone is self.backbone else (backbone,)
         self._inner = (model,)  # in a tuple, as it is a part of the backbone
         self._without_cache: dict[str, bool] | None = None
+        self.empty_cache: documents_attention.EmptyCache | None = None  # spares a wait for the GPU
         self.loss = as_loss(loss)
         self.replace_head(None)
         self.packing: Form | UserError | None = None  # how documents in a row stay apart; the first such batch sets it
@@ -100,6 +108,7 @@ class LanguageModel(nn.Module):
     def prepare(self, device: torch.device) -> None:
         """Identify the head, and refuse before training what the loss cannot run with on ``device``."""
         self.loss.prepare(self, device)
+        self.empty_cache = documents_attention.empty_cache_for(self.transformers_model)
 
     def forward(self, batch: Batch) -> LossOutput:
         """Return the sums of ``batch``: "input_ids" and "labels", integers (B, T), and other inputs of the backbone;
@@ -121,19 +130,22 @@ class LanguageModel(nn.Module):
         """Return ``function(self, *arguments, **named)``. FSDP2 gathers the root's parameters around it."""
         return function(self, *arguments, **named)
 
-    def spot_check(self, batch: Batch) -> None:
+    def spot_check(self, batch: Batch) -> set[str]:
         """Compare a slice of a batch's own loss and logits, and their gradients where they are enabled, with those of
         the loss that is trained (heads/spot_check.py). It changes nothing, and draws no random number of the run.
 
         Args:
             batch: as of :meth:`forward`, with labels (B, T). A slice without targets is run and not compared.
 
+        Returns:
+            Names of the entries of a transformers model's output that are made of its logits or labels.
+
         Raises:
             UserError: with what differs and what to choose. A loss function of one's own and the model's own loss have
                 nothing that they could be compared with.
         """
         self.look_at(batch)
-        spot_check(self, batch)
+        return spot_check(self, batch)
 
     def own_inputs_of(self, batch: Batch) -> dict[str, Any]:
         """Return the arguments of the backbone's forward for its own loss, without labels."""
@@ -145,8 +157,14 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def look_at(self, batch: Batch) -> None:
-        """Raise UserError for a batch with which something else would be learned without a word."""
+        """Raise UserError for a batch with which something else would be learned without a word; warn of entries that
+        nothing reads."""
         check_inputs_of(self.transformers_model, batch)
+        read = "labels", *SHIFTED_OR_COUNTED, *OF_SOME_LOSSES, *self.loss.inputs
+        warn_of_unread(self.transformers_model, batch, read)
+        weights = self.token_weights(batch) if WEIGHTS in self.loss.inputs else None
+        if weights is not None:
+            warn_of_zero_weights(weights, self.targets(batch))
         with self.spared_random_numbers():
             self.loss.check(self, batch)
         if self.shifts_labels:
@@ -354,4 +372,6 @@ class LanguageModel(nn.Module):
             inputs |= documents_apart.arguments(self.transformers_model, batch, self.packing)
         if self._without_cache is None:
             self._without_cache = without_cache(self.transformers_model)
+        if self.empty_cache is not None and not inputs.keys() & {"position_ids", "attention_mask", "past_key_values"}:
+            inputs["past_key_values"] = self.empty_cache
         return inputs | self._without_cache

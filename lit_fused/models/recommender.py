@@ -178,9 +178,9 @@ class RecommenderModel(LanguageModel):
     def token_losses(self, batch: Batch) -> Tensor:
         return super().token_losses(self._masked(batch))
 
-    def spot_check(self, batch: Batch) -> None:
+    def spot_check(self, batch: Batch) -> set[str]:
         with self.spared_random_numbers():
-            super().spot_check(self._masked(batch))
+            return super().spot_check(self._masked(batch))
 
     @torch.no_grad()
     def recommend(

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .label_checks import IGNORE_INDEX, check_inputs, refuse_meta
+from .label_checks import IGNORE_INDEX, check_inputs
 from .options import LossOptions, budget_mib
-from .user_error import UserError
 from .vocabulary_parallel import VocabularyShard
 
 
@@ -81,11 +80,6 @@ class HeadCall:
         **more: Any,
     ) -> "HeadCall":
         """Return a call under this autocast, with gradients enabled or not."""
-        for name, tensor in (("hidden states", hidden_states), ("an output layer's weight", weight)):
-            if not isinstance(tensor, Tensor):
-                raise UserError(f"{name} must be a tensor, got {type(tensor).__name__}; of a layer pass layer.weight")
-        if hidden_states.is_meta:
-            refuse_meta(hidden_states)
         device_type, enabled = hidden_states.device.type, torch.is_grad_enabled()
         # Autocast leaves float64 alone.
         autocast = torch.is_autocast_enabled(device_type) and hidden_states.dtype != torch.float64

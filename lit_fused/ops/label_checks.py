@@ -1,13 +1,11 @@
-"""Checks of labels, shapes, dtypes and devices before anything is computed.
+"""Checks of labels, shapes and dtypes before anything is computed: of what a kernel would take without a word.
 
-None of them makes the host wait for a GPU: there, labels outside the vocabulary are printed and an assertion on the
-device stops the run.
+None of them makes the host wait for a GPU: there, an assertion on the device stops the run.
 """
 
 import torch
 from torch import Tensor
 
-from .triton_available import kernels_can_be_built
 from .user_error import UserError, check_number
 
 IGNORE_INDEX = -100
@@ -39,10 +37,6 @@ def check_range(targets: Tensor, vocabulary: int, ignore_index: int = IGNORE_IND
     in_range = ~valid | ((targets >= 0) & (targets < vocabulary))
     expected = f"labels must lie in [0, {vocabulary}) or be {ignore_index} (ignored)"
     if targets.device.type != "cpu":
-        if targets.is_cuda and kernels_can_be_built():
-            from .logits.labels_triton import print_labels_out_of_range
-
-            print_labels_out_of_range(targets.contiguous(), vocabulary, ignore_index)
         torch._assert_async(in_range.all(), expected)  # pyright: ignore[reportPrivateImportUsage]
     elif not in_range.all():
         used = targets[valid]
@@ -70,51 +64,21 @@ def check_inputs(
             f"hidden states of shape {tuple(hidden_states.shape)} do not fit an output layer's weight of shape "
             f"{tuple(weight.shape)}: expected (..., D) and (V, D); pass the input of that very output layer"
         )
-    vocabulary = weight.shape[0] if vocabulary is None else vocabulary
-    if not vocabulary or not weight.shape[1]:
-        raise UserError(
-            f"an output layer's weight (V, D) must have at least one entry and one feature, got {tuple(weight.shape)}; "
-            "pass the whole weight, gathered from all ranks"
-        )
     check_one_per_position(targets, hidden_states, "hidden states")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise UserError(f"bias of shape {tuple(bias.shape)} does not fit {weight.shape[0]} vocabulary entries")
-    tensors = {"hidden states": hidden_states, "weight": weight}
-    if bias is not None:
-        tensors["bias"] = bias
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _DTYPES or tensor.layout != torch.strided:
-            raise UserError(
-                f"{name} must be a dense tensor of float64, float32, float16 or bfloat16, got {tensor.dtype} "
-                f"({tensor.layout}); convert it before"
-            )
-    device = hidden_states.device
-    if weight.device != device or targets.device != device or (bias is not None and bias.device != device):
-        tensors["labels"] = targets
-        found = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
+    # A product with a weight on the meta device would leave what was in memory before.
+    devices = [str(tensor.device) for tensor in (hidden_states, weight, targets, bias) if tensor is not None]
+    if len({*devices}) > 1:
+        raise UserError(f"hidden states, weight, labels and bias must be on one device, got {', '.join(devices)}")
+    dtypes = {hidden_states.dtype, weight.dtype}
+    is_cast = torch.is_autocast_enabled(hidden_states.device.type) and torch.float64 not in dtypes
+    if not dtypes <= {*_DTYPES} or (len(dtypes) > 1 and not is_cast):
         raise UserError(
-            f"all tensors must be on one device, got {found}; Lightning moves a batch and its module by itself, "
-            f"outside of it call .to(device) on the batch and the model"
+            f"hidden states are {hidden_states.dtype} and the output layer's weight is {weight.dtype}; give both one "
+            "floating point dtype, or run under torch.autocast (Lightning: precision=bf16-mixed)"
         )
-    if hidden_states.is_meta:
-        refuse_meta(hidden_states)
-    kinds = {hidden_states.dtype, weight.dtype}
-    is_cast = torch.is_autocast_enabled(hidden_states.device.type) and torch.float64 not in kinds
-    if len(kinds) > 1 and not is_cast:
-        raise UserError(
-            f"hidden states are {hidden_states.dtype} but the output layer's weight is {weight.dtype}; convert one of "
-            "them, or run under torch.autocast (Lightning: precision=bf16-mixed)"
-        )
-    return check_range(targets, vocabulary, ignore_index)
-
-
-def refuse_meta(hidden_states: Tensor) -> None:
-    """Refuse hidden states on the meta device."""
-    if hidden_states.is_meta:
-        raise UserError(
-            "hidden states on the meta device have no numbers to compute a loss of; give model and batch a device that "
-            "has memory, as model.to_empty(device=...) and loading its weights do"
-        )
+    return check_range(targets, weight.shape[0] if vocabulary is None else vocabulary, ignore_index)
 
 
 def check_selected(selected: Tensor, targets: Tensor, vocabulary: int) -> None:

@@ -111,22 +111,24 @@ def gpu_budget_mib(memory_mib: float) -> float:
 
 
 def chunk_rows(
-    tokens: int, row_bytes: float, budget_mib: float, chunk_size: int | None = None, *, tile: int = TILE_ROWS
+    tokens: int,
+    row_bytes: float,
+    budget_mib: float,
+    chunk_size: int | None = None,
+    *,
+    tile: int = TILE_ROWS,
+    least: int = MIN_CHUNK_ROWS,
+    parts: int = 2,
 ) -> int:
-    """Return the rows of a chunk: as many as fit the budget, at most half of the tokens (whose last tile may be
-    partly filled), and never fewer than 256; in whole tiles, and evened out. Or, in tiles of 128 rows, ``chunk_size``.
-    """
+    """Return the rows of a chunk of any head: as many as fit the budget, at most a part of the tokens (whose last tile
+    may be partly filled), and never fewer than ``least``; in whole tiles, and evened out. Or, in tiles of 128 rows,
+    ``chunk_size``."""
     if chunk_size is not None:
         return -(-max(min(chunk_size, tokens), 1) // TILE_ROWS) * TILE_ROWS
-    half = -(-tokens // (2 * tile)) * tile
-    rows = max(min(int(budget_mib * 2**20 / row_bytes), half) // tile * tile, MIN_CHUNK_ROWS)
+    part = -(-tokens // (parts * tile)) * tile
+    rows = max(min(int(budget_mib * 2**20 / max(row_bytes, 1)), part) // tile * tile, least)
     count = max(-(-tokens // rows), 1)
-    return max(-(-tokens // (count * tile)) * tile, MIN_CHUNK_ROWS)
-
-
-def rows_within(budget_mib: float, row_bytes: float) -> int:
-    """Return how many rows of so many bytes fit the budget, at least one."""
-    return max(int(budget_mib * 2**20 / max(row_bytes, 1)), 1)
+    return max(-(-tokens // (count * tile)) * tile, least)
 
 
 def chunks(tokens: int | slice, rows: int) -> list[slice]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from .kernel_path import HeadCall
 from .label_checks import IGNORE_INDEX, check_inputs
 from .operators import one_graph_break
-from .options import LossOptions, budget_mib, chunks, rows_within
+from .options import LossOptions, budget_mib, chunk_rows, chunks
 from .products import Products
 from .user_error import UserError, check_number
 from .vocabulary_parallel import VocabularyShard
@@ -166,7 +166,7 @@ class _Catalogue:
         weight_DV = self.weight.to(dtype).T
         budget = logits_budget_mib or budget_mib(hidden_ND.device, self.shard)
         columns = len(self.weight) if self.shard is None else self.shard.largest
-        rows = rows_within(budget, _BYTES_PER_SCORE * columns)
+        rows = chunk_rows(len(hidden_ND), _BYTES_PER_SCORE * columns, budget, tile=1, least=1, parts=1)
         # (C, V), which the next chunk overwrites.
         buffer = torch.empty(min(rows, len(hidden_ND)), len(self.weight), dtype=result, device=hidden_ND.device)
         with torch.autocast(hidden_ND.device.type, enabled=False):

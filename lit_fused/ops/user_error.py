@@ -1,13 +1,26 @@
 """The error for mistakes that a caller can correct, and the checks of numbers and switches that raise it."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 _SWITCHES = (bool, bool | None)
+# Control characters but tabs and line ends, and those that change the direction of writing.
+_OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 class UserError(ValueError):
-    """An input, configuration or environment that the user can correct: what was expected, given, and what to do."""
+    """An input, configuration or environment that the user can correct: what was expected, given, and what to do.
+
+    A message may name what a stranger's file has, so it is :func:`printable`."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+def printable(text: str) -> str:
+    """Return a text with escapes, as Python writes them, for the characters that a terminal would obey."""
+    return _OBEYED.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def check_number(

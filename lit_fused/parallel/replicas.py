@@ -47,6 +47,7 @@ class GradientExchange:
         if {*trained} != {p for group in self._groups for p in group}:  # Some were frozen or unfrozen.
             self._group(trained)
         self._is_open, self._next = True, 0
+        self._lacking: list[Tensor] = []  # They have no gradient of any micro-batch of this step on this rank.
         self._awaited = [{*group} for group in self._groups]
 
     def _group(self, trained: Sequence[Tensor]) -> None:
@@ -82,6 +83,7 @@ class GradientExchange:
         for parameter in group:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+                self._lacking.append(parameter)
         self._next += 1
         self._send([p.grad for p in group if p.grad is not None])
 
@@ -105,18 +107,17 @@ class GradientExchange:
         if not self._is_open:
             return
         self._is_open = False
-        lacking = [p for awaited in self._awaited for p in awaited]
         while self._next < len(self._groups):
             self._send_group()
         place = {p: index for index, p in enumerate(self._group_of)}
         has_gradient = torch.ones(len(place), dtype=torch.int32, device=self._device)
-        if lacking:
-            has_gradient[[place[p] for p in lacking]] = 0
+        if self._lacking:
+            has_gradient[[place[p] for p in self._lacking]] = 0
         self._works.append(dist.all_reduce(has_gradient, dist.ReduceOp.MAX, async_op=True))
         for work in self._works:
             work.wait()
         self._works = []
-        if lacking:  # This rank waits for the device; ranks that have all gradients do not.
+        if self._lacking:  # This rank waits for the device; ranks that have all gradients do not.
             for parameter, somewhere in zip(place, has_gradient.tolist(), strict=True):
                 if not somewhere:
                     parameter.grad = None

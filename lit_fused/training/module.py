@@ -89,8 +89,10 @@ class FusedLMModule(TrainedModel):
             epoch with ``val/loss`` (without validation ``train/loss``). Default: :func:`cosine_with_warmup`; a
             constant rate if an optimizer is given.
         check_every_n_steps: compare loss, logits and their gradients of a slice of a batch with the model's own, in the
-            first batch with labels of training, the first of each evaluation, and every n-th step of training; 0:
-            never. What differs stops the run.
+            first batch with labels of training, the first of each evaluation, the first with an entry that none had
+            before, and every n-th step of training; 0: never. What differs stops the run.
+        own_loss_differs: the model's own loss is another one, and ``loss`` is to take its place: only logits are
+            compared.
         compile: "regional" compiles each of the backbone's layers (``torch.compile``), "whole" all of it, "none" none,
             and "auto" each layer where a GPU trains, a compiler is there and neither model nor strategy is against it.
     """
@@ -110,6 +112,7 @@ class FusedLMModule(TrainedModel):
         scheduler: LRScheduler | Callable[..., LRScheduler] | None = None,
         *,
         check_every_n_steps: int = 100,
+        own_loss_differs: bool = False,
         compile: str = "none",
     ) -> None:
         check_choice("compile", compile, COMPILE)
@@ -120,6 +123,7 @@ class FusedLMModule(TrainedModel):
         if self.loss_class is not None and not isinstance(loss, self.loss_class):
             raise UserError(f"{type(self).__name__} {self._needs_loss.format(type(loss).__name__)}")
         super().__init__(self.language_model(backbone, loss), compile)
+        self.model.own_loss_differs = own_loss_differs
         default = partial(AdamW, lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=None)
         self.make_optimizer = optimizer or default
         self.make_scheduler = cosine_with_warmup if scheduler is None and optimizer is None else scheduler
@@ -182,9 +186,8 @@ class FusedLMModule(TrainedModel):
             if accumulated > 1 or not self.automatic_optimization:
                 self._resume.begin_step(self)
         self._largest_batch = max(self._largest_batch, labels_of(batch).shape, key=lambda shape: shape.numel())
-        step = self.trainer.global_step
-        if not self.average.batches and self._checks.is_due("training", step):
-            self._checks.run("training", step, self.model, batch, self.placement)
+        step = None if self.average.batches else self.trainer.global_step
+        self._checks.run_if_due("training", self.model, batch, self.placement, step)
         output = self.placement.run(self.model, batch, self.compute_loss, 1 / LOSS_DIVISOR)
         return self.average.returned(output, accumulated)
 
@@ -307,8 +310,7 @@ class FusedLMModule(TrainedModel):
         if not batch_idx and self.trainer.state.fn == TrainerFn.FITTING:
             warn_of_repeated_rows(self.trainer.val_dataloaders, "validation")
         self.placement.check_batch(self.model, batch, batch_idx)
-        if self._checks.is_due("evaluation", 0):
-            self._checks.run("evaluation", 0, self.model, batch, self.placement)
+        self._checks.run_if_due("evaluation", self.model, batch, self.placement)
         self.metrics.update(self._stage, dataloader_idx, self.compute_loss(batch))
 
     test_step = validation_step

@@ -67,6 +67,12 @@ def test_a_group_chosen_anew_drops_what_was_set_below_it(tmp_path):
     assert "peft_config" in inner
 
 
+def test_transformers_own_loaders_never_ask_whether_a_folders_code_may_run(tmp_path):
+    saved(tmp_path, ["model=pretrained", "model.path=a/b"])
+    theirs = "model._target_=transformers.AutoModelForCausalLM.from_pretrained"
+    assert configuration(tmp_path, theirs)["model"]["trust_remote_code"] is False
+
+
 def test_a_program_that_uses_hydra_itself_composes_the_configuration_of_a_run_and_goes_on(tmp_path):
     saved(tmp_path, ["seed=5"])
     with initialize_config_dir(str(CONF), version_base="1.3"):

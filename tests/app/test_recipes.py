@@ -14,7 +14,7 @@ from tiny_models import tiny_model
 
 from lit_fused.app.commands import generating
 
-PAGE = (ROOT / "docs" / "own_configuration.md").read_text()
+PAGE = (ROOT / "docs" / "commands.md").read_text()
 CHATML = (
     "{% for m in messages %}{{ m.role }} {{ m.content }} <eos> {% endfor %}"
     "{% if add_generation_prompt %}assistant {% endif %}"

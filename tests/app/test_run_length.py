@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from commands import SYNTHETIC, TINY_MODEL, train
 from composed import composed
 from omegaconf import OmegaConf
@@ -56,3 +57,14 @@ def test_what_the_settings_leave_open_is_filled_in_and_the_rest_stays():
         "check_val_every_n_epoch": 1,
     }
     assert open_values({"_target_": "my.Trainer"}) == {}
+
+
+@pytest.mark.parametrize(("has_gpu", "overrides", "expected"), [
+    (True, [], 10), (True, ["trainer=cpu"], 1), (True, ["trainer.log_every_n_steps=1"], 1), (False, [], 1),
+])  # fmt: skip
+def test_steps_of_a_gpu_are_logged_every_ten_since_lightning_waits_for_it_to_log(
+    has_gpu, overrides, expected, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    node: Any = OmegaConf.to_container(composed(*overrides).trainer)
+    assert (node | open_values(node))["log_every_n_steps"] == expected

@@ -12,8 +12,6 @@ from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 
 from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LinearCrossEntropyLoss, PeakMemoryMonitor
 from lit_fused.callbacks import peak_memory
-from lit_fused.parallel import placement_of
-from lit_fused.pipeline import PipelineStrategy
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 
@@ -96,13 +94,6 @@ def test_a_step_shows_the_maximum_over_its_micro_batches(tmp_path):
     assert mib(steps[1]["memory/backward_gib"] - steps[0]["memory/backward_gib"]) == pytest.approx(200, abs=30)
 
 
-def test_the_summary_keeps_the_largest_step_of_the_fit(tmp_path):
-    quiet = {"forward": 1, "backward": 1, "optimizer": 1}
-    monitor, steps = monitored([quiet | {"forward": 300}, quiet], tmp_path)
-    assert monitor.peaks["forward"] == pytest.approx(steps[0]["memory/forward_gib"])
-    assert monitor.peaks["forward"] > steps[1]["memory/forward_gib"] + 0.2
-
-
 @pytest.mark.slow
 def test_its_figures_tell_the_standard_loss_from_the_chunked_one_on_a_vocabulary_of_50k(tmp_path, capsys):
     vocabulary, tokens = 50_000, 1024
@@ -147,13 +138,6 @@ def test_where_the_kernel_offers_no_peak_it_says_so_and_trains_on(tmp_path, monk
         monitor, steps = monitored([{"forward": 1, "backward": 1, "optimizer": 1}], tmp_path)
     assert steps == []
     assert monitor.peaks == {}
-
-
-def test_in_a_pipeline_a_rank_is_named_with_its_stages():
-    placement = placement_of(PipelineStrategy(2, 2, "Interleaved1F1B", 2))
-    names = [placement.name_of_rank(rank) for rank in range(4)]
-    assert names == [f"rank {rank}: stages {stages}" for rank, stages in enumerate(["0, 2", "0, 2", "1, 3", "1, 3"])]
-    assert placement_of(PipelineStrategy(4)).name_of_rank(3) == "rank 3: stage 3"
 
 
 @pytest.mark.gpu

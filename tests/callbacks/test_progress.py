@@ -46,11 +46,6 @@ def test_the_end_is_that_of_the_run_whichever_limit_comes_first(options, steps, 
     assert trainer.global_step == steps
 
 
-def test_an_endless_data_set_without_a_limit_has_no_end():
-    trainer = L.Trainer(max_epochs=-1, logger=False, accelerator="cpu")
-    assert total_steps(trainer) == float("inf")
-
-
 def test_a_file_gets_lines_with_steps_losses_and_every_validation(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdout.isatty", lambda: False, raising=False)
     options: Any = {"max_steps": 40, "val_check_interval": 10, "enable_progress_bar": True}

@@ -10,16 +10,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import checkpoint_job
 import forked
 import lightning as L
 import pytest
 import torch
+from checkpoint_fits import train
 from commands import ROOT, SYNTHETIC, TIMEOUT_S, TINY_MODEL, environment
-from torchrun import run
+from ranks import each
 
-from lit_fused.callbacks import StopOnSignal, stop_on_signal
+from lit_fused.callbacks import RunCheckpoint, StopOnSignal, stop_on_signal
+from lit_fused.errors import Stopped
 from lit_fused.parallel.checkpoint import read_weights
+from lit_fused.parallel.collectives import objects_of_ranks
 
 SMALL = [
     *(*SYNTHETIC, *TINY_MODEL, "data.num_train_batches=5000", "hydra.run.dir=out", "trainer.max_steps=5000"),
@@ -157,14 +159,31 @@ def test_a_signal_ends_a_sweep_and_not_its_run_alone(tmp_path):
     assert not (tmp_path / "sweep" / "1").exists()
 
 
+class AsksItself(L.Callback):
+    """Sends SIGTERM to rank 1, among the micro-batches of the fourth step."""
+
+    def on_before_backward(self, trainer: L.Trainer, *_: object, **__: object) -> None:
+        if trainer.global_step == 3 and trainer.global_rank == 1 and not trainer.fit_loop._should_accumulate():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def asked(strategy: str, folder: Path) -> Any:
+    """Return how each rank ends if rank 1 is asked to stop."""
+    saver = RunCheckpoint(folder / strategy, every_n_train_steps=100)
+    callbacks = [StopOnSignal(), AsksItself(), saver]
+    try:
+        train(strategy, folder, 100, enable_checkpointing=True, callbacks=callbacks)
+    except Stopped as stopped:
+        return objects_of_ranks((stopped.code, stopped.sentence))
+
+
 @pytest.mark.parametrize("strategies", [["fsdp2"], pytest.param(["ddp", "tp"], marks=pytest.mark.slow)], ids="+".join)
 def test_all_ranks_save_and_stop_at_the_same_step_if_one_is_asked(strategies, tmp_path):
-    run(Path(checkpoint_job.__file__), 2, tmp_path, *(f"asked={strategy}" for strategy in strategies), timeout=100)
-    whole, module = checkpoint_job.train("auto", tmp_path, epochs=2)
-    for strategy in strategies:
+    whole, module = train("auto", tmp_path, epochs=2)
+    for strategy, found in each(asked, 2, strategies, tmp_path).items():
         last = tmp_path / strategy / "last.ckpt"
         end = (143, f"stopped by SIGTERM at step {whole.global_step}; resume with ckpt_path={last}")
-        assert torch.load(tmp_path / f"asked={strategy}-2.pt") == [end, end]
+        assert found == [end, end]
         weights = read_weights(last)
         for name, p in module.state_dict().items():
             assert torch.allclose(weights[name], p, rtol=1e-3, atol=1e-5), name

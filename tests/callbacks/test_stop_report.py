@@ -5,7 +5,7 @@ from typing import Any
 
 import lightning as L
 import pytest
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 
 from lit_fused import FusedCausalLMModule
@@ -78,26 +78,6 @@ def test_a_run_with_all_its_steps_says_that_an_earlier_one_is_exported(tmp_path,
     printed = capsys.readouterr().out
     assert f"Best val/score 1.5 at step 6; the weights of step 6 are exported to {tmp_path / 'out'}\n" in printed
     assert "stopped the run" not in printed
-
-
-class Enough(L.Callback):
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        trainer.should_stop = trainer.global_step == 5
-
-
-def test_another_callback_and_the_time_limit_are_named(tmp_path, capsys):
-    report = fit(tmp_path, Enough(), ExportPretrained(tmp_path / "out"), kind=FusedCausalLMModule)
-    assert "Enough stopped the run at step 5: trainer.should_stop was set" in capsys.readouterr().out
-    assert report.stopped_by == "Enough"
-    report = fit(tmp_path, Timer({"microseconds": 1}, verbose=False), kind=FusedCausalLMModule)
-    assert report.stopped_by == "Timer"
-    assert "Timer stopped the run at step 1: its time was over\n" in capsys.readouterr().out
-
-
-def test_a_card_has_no_metrics_of_other_weights(tmp_path):
-    fit(tmp_path, ExportPretrained(tmp_path / "out"), max_steps=5)
-    assert card(tmp_path / "out")["trained for"] == "5 optimizer steps"
-    assert "val/loss" not in card(tmp_path / "out"), "the last validation was of step 4"
 
 
 def test_an_average_is_named_in_the_card(tmp_path):

@@ -72,13 +72,6 @@ def test_the_average_is_the_formulas_and_what_validation_export_and_module_use(t
     assert_close(dict(exported.named_parameters()), average_of(seen.steps))
 
 
-def test_training_is_the_same_with_and_without_an_average(tmp_path):
-    _, seen, _ = fit(tmp_path, 2)
-    module = FusedCausalLMModule(tiny_llama(), scheduler=get_constant_schedule)
-    quiet_trainer(tmp_path, max_epochs=2, accumulate_grad_batches=2).fit(module, loader(ragged_batches(4)))
-    assert all(torch.equal(p, seen.steps[-1][name]) for name, p in weights_of(module).items())
-
-
 def test_a_resumed_run_has_the_average_of_an_uninterrupted_one(tmp_path):
     _, at_once, _ = fit(tmp_path, 3)
     saver = ModelCheckpoint(tmp_path, save_last=True)

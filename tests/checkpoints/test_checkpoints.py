@@ -14,15 +14,17 @@ import forked
 import lightning as L
 import pytest
 import torch
-from checkpoint_job import train, weights_of
+from checkpoint_fits import RANK, RANKS, train, weights_of
 from commands import ROOT, SYNTHETIC, TINY_MODEL, environment
 from commands import train as run_training
 from errors_of import relative_error
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning_helpers import loader, quiet_trainer
-from parallel_cases import backbone, batches
+from parallel_cases import PER_STEP, backbone, batches
+from peft import LoraConfig, get_peft_model
+from ranks import Counted, each, statuses_of
 from safetensors.torch import load_file, save_file
 from torch.optim import AdamW
-from torchrun import run, run_whatever_comes, torchrun
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lit_fused import FusedCausalLMModule, UserError
@@ -36,14 +38,7 @@ from lit_fused.parallel.checkpoint import (
     read_weights,
     with_names,
 )
-from lit_fused.parallel.collectives import local
-
-JOB = Path(__file__).parents[1] / "helpers" / "checkpoint_job.py"
-
-
-def launch(ranks: int, folder: Path, *items: str, timeout: float = 150) -> None:
-    run(JOB, ranks, folder, *items, timeout=timeout)
-
+from lit_fused.parallel.collectives import local, objects_of_ranks
 
 WRITTEN = ["ddp-2", "fsdp2-2", "fsdp2-4", "tp-2"]
 RESUMED_BY_FOUR = ["fsdp2-2>fsdp2", "fsdp2-2>ddp", "ddp-2>fsdp2"]
@@ -65,52 +60,35 @@ REFUSED = {
 }
 
 
-def errors_of(folder: Path, two: list[str], sources: list[str], *, four: list[str] | None = None) -> dict[str, float]:
-    """Compare the weights after three epochs, two before the checkpoint and one after, with three at once in float64.
+def write(strategy: str, folder: Path) -> None:
+    """Train two epochs, and write FOLDER/STRATEGY-RANKS.ckpt; "weights_of_STRATEGY" saves weights alone."""
+    name, strategy = f"{strategy}-{RANKS}", strategy.removeprefix("weights_of_")
+    saver = ModelCheckpoint(folder, filename=name, save_weights_only=name.startswith("weights_of_"))
+    train(strategy, folder, epochs=2, enable_checkpointing=True, callbacks=[saver])
 
-    Args:
-        folder: where the checkpoints are.
-        two, four: CHECKPOINT>STRATEGY for as many ranks.
-        sources: checkpoints that a single device resumes from.
-    """
-    truth = weights_of(*train("auto", folder, epochs=3, precision="64-true"))
-    errors = {
-        item: relative_error(torch.load(folder / f"{item}-{ranks}.pt"), truth)
-        for ranks, items in ((2, two), (4, four or []))
-        for item in items
-    }
-    for source in sources:
-        resumed = train("auto", folder, epochs=3, ckpt_path=folder / f"{source}.ckpt")
-        errors[f"{source}>auto"] = relative_error(weights_of(*resumed), truth)
-    return errors
+
+def go_on(item: str, folder: Path) -> dict[str, torch.Tensor]:
+    """Train the third epoch from CHECKPOINT>STRATEGY[+MODEL]."""
+    source, strategy = item.split(">")
+    strategy, _, model = strategy.partition("+")
+    trainer, module = train(strategy, folder, 3, model or "llama_tied", ckpt_path=folder / f"{source}.ckpt")
+    assert trainer.global_step == 6
+    return weights_of(trainer, module)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_run_goes_on_exactly_under_any_other_strategy_and_number_of_ranks(tmp_path):
-    launch(2, tmp_path, "ddp", "fsdp2", "tp")
-    launch(4, tmp_path, "fsdp2", *RESUMED_BY_FOUR)
-    launch(2, tmp_path, *RESUMED_BY_TWO)
-    errors = errors_of(tmp_path, RESUMED_BY_TWO, WRITTEN, four=RESUMED_BY_FOUR)
-    assert max(errors.values()) < 1e-6, errors
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_run_goes_on_exactly_under_another_strategy(tmp_path):
-    launch(2, tmp_path, "ddp", "fsdp2", "weights_of_ddp", "weights_of_fsdp2")
-    quick = ["fsdp2-2>ddp", "ddp-2>fsdp2"]
-    launch(2, tmp_path, *quick, *REFUSED)
-    errors = errors_of(tmp_path, quick, ["ddp-2", "fsdp2-2"])
-    assert max(errors.values()) < 1e-6, errors
+    """Two epochs before the checkpoint and one after it are three at once in float64."""
+    each(write, 2, ["ddp", "fsdp2", "tp", "weights_of_ddp", "weights_of_fsdp2"], tmp_path)
+    each(write, 4, ["fsdp2"], tmp_path)
+    found = each(go_on, 4, RESUMED_BY_FOUR, tmp_path) | each(go_on, 2, [*RESUMED_BY_TWO, *REFUSED], tmp_path)
     for item, message in REFUSED.items():
-        assert re.search(message, torch.load(tmp_path / f"{item}-2.pt")), item
+        assert re.search(message, found.pop(item)), item
+    found |= {f"{source}>auto": go_on(f"{source}>auto", tmp_path) for source in WRITTEN}
+    truth = weights_of(*train("auto", tmp_path, epochs=3, precision="64-true"))
+    assert max(relative_error(weights, truth) for weights in found.values()) < 1e-6
     assert not [path for path in tmp_path.iterdir() if path.suffix in (".partial", ".previous")]
-
-    folder = tmp_path / "fsdp2-2.ckpt"
-    (folder / "meta.pt").unlink()
-    with pytest.raises(UserError, match=r"is a folder without meta.pt, and no checkpoint"):
-        train("auto", tmp_path, epochs=3, ckpt_path=folder)
 
 
 def trained() -> tuple[FusedCausalLMModule, AdamW]:
@@ -162,27 +140,45 @@ def test_a_file_takes_the_place_of_another_only_when_it_is_whole(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
 
 
+class DiesInStep(L.Callback):
+    def on_train_batch_start(self, trainer: L.Trainer, *_: object, **__: object) -> None:
+        if trainer.global_step == 5 and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_step(rank: int, folder: Path) -> None:
+    """Rank 1 is gone in the middle of the third epoch."""
+    saver = ModelCheckpoint(folder / "run", filename="{epoch}", save_last=True)
+    train("ddp", folder, 100, enable_checkpointing=True, callbacks=[saver, DiesInStep()])
+
+
+def die_in_save(rank: int, folder: Path) -> None:
+    """Rank 0 is gone at the end of the third epoch, in the middle of the last file that it saves."""
+    whole_save, count = torch.save, 0
+
+    def save(content: object, file: Any, *arguments: Any, **options: Any) -> None:
+        nonlocal count
+        count += isinstance(file, Path)
+        if count == 6:  # of two an epoch
+            file.write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+        whole_save(content, file, *arguments, **options)
+
+    if rank == 0:
+        torch.save = save
+    saver = ModelCheckpoint(folder / "run", filename="{epoch}", save_last=True)
+    train("fsdp2", folder, 100, enable_checkpointing=True, callbacks=[saver])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(250)
-@pytest.mark.parametrize(
-    ("death", "strategy"),
-    [
-        ("die_in_save", "fsdp2"),
-        ("die_in_step", "ddp"),
-    ],
-)
-def test_when_a_rank_is_killed_the_others_end_and_the_last_checkpoint_is_whole(death, strategy, tmp_path):
-    if death == "die_in_step":
-        status, output = torchrun(JOB, 2, tmp_path, f"{death}={strategy}", timeout=100)
-        assert status != 0
-        assert "SIGKILL" in output
-    else:
-        statuses, output = run_whatever_comes(JOB, 2, tmp_path, f"{death}={strategy}", timeout=100)
-        assert statuses[0] == -signal.SIGKILL, output
-    left = {path.name for path in (tmp_path / strategy).iterdir()}
+@pytest.mark.parametrize(("death", "victim", "epoch"), [(die_in_save, 0, 2), (die_in_step, 1, 1)])
+def test_when_a_rank_is_killed_the_last_checkpoint_is_whole(death, victim, epoch, tmp_path):
+    assert statuses_of(death, 2, tmp_path, timeout=100)[victim] == -signal.SIGKILL
+    left = {path.name for path in (tmp_path / "run").iterdir()}
     left.discard("last.ckpt.partial")  # A rank that notices the death while it saves removes it.
-    assert left == ({"epoch=2.ckpt", "last.ckpt"} if death == "die_in_save" else {"epoch=1.ckpt", "last.ckpt"})
-    resumed = train("auto", tmp_path, epochs=3, ckpt_path=tmp_path / strategy / "last.ckpt")
+    assert left == {f"epoch={epoch}.ckpt", "last.ckpt"}
+    resumed = train("auto", tmp_path, epochs=3, ckpt_path=tmp_path / "run" / "last.ckpt")
     truth = weights_of(*train("auto", tmp_path, epochs=3, precision="64-true"))
     assert relative_error(weights_of(*resumed), truth) < 1e-6
 
@@ -242,53 +238,83 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_file_has_the_wei
     assert all(torch.equal(p, q) for p, q in zip(saved.parameters(), weights, strict=True))
 
 
+def agree(strategy: str, folder: Path) -> Any:
+    """Return what each rank thinks of a run that gets worse, whose ranks validate with different data.
+
+    Rank 1 has no valid label in its first batch, on which the spot check runs the model.
+    """
+    share = batches()[: 2 * PER_STEP][RANK::RANKS]
+    stopping = EarlyStopping("val/loss", patience=1)
+    best = ModelCheckpoint(folder / strategy, monitor="val/loss", filename="{epoch}")
+    _, module = train(
+        strategy,
+        folder,
+        8,
+        data=(share[-1:] + share[:-1], share[:1]),
+        rate=0.3,
+        enable_checkpointing=True,
+        callbacks=[stopping, best],
+    )
+    with torch.no_grad():
+        own = module.compute_loss(share[0])
+    opinion = {
+        "own": (own.loss_sum / own.num_tokens).item(),
+        "stopped": stopping.stopped_epoch,
+        "best": str(best.best_model_path),
+        "score": None if best.best_model_score is None else best.best_model_score.item(),
+    }
+    return objects_of_ranks(opinion)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_ranks_with_different_losses_agree_when_to_stop_and_what_is_best(tmp_path):
-    launch(2, tmp_path, "agree=ddp", "agree=fsdp2")
-    for strategy in ("ddp", "fsdp2"):
-        one, other = torch.load(tmp_path / f"agree={strategy}-2.pt")
+    for one, other in each(agree, 2, ["ddp", "fsdp2"], tmp_path).values():
         assert one.pop("own") != other.pop("own")
         assert one == other
         assert 0 < one["stopped"] < 7
         assert Path(one["best"]).exists()
 
 
+def adapters(strategy: str, folder: Path) -> None:
+    """Train LoRA on the layers and the output layer, and export it."""
+    torch.manual_seed(0)
+    targets = ["q_proj", "down_proj", "lm_head"]
+    model = get_peft_model(backbone("llama"), LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=targets))
+    _, module = train(strategy, folder, 1, model)
+    module.save_pretrained(folder / f"lora-{strategy}")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_adapters_of_a_sharded_model_are_exported_as_those_of_a_whole_one(tmp_path):
-    launch(2, tmp_path, "adapters=fsdp2")
-    _, module = train("auto", tmp_path, 1, "lora")
-    module.save_pretrained(tmp_path / "lora-auto")
-    files = sorted(path.relative_to(tmp_path / "lora-auto") for path in (tmp_path / "lora-auto").rglob("*"))
+    each(adapters, 2, ["fsdp2"], tmp_path)
+    adapters("auto", tmp_path)
+    whole, sharded = tmp_path / "lora-auto", tmp_path / "lora-fsdp2"
+    files = sorted(path.relative_to(whole) for path in whole.rglob("*"))
+    assert sorted(path.relative_to(sharded) for path in sharded.rglob("*")) == files
     weights = [file for file in files if file.suffix == ".safetensors"]
     assert len(weights) == 2
-    exported = tmp_path / "lora-fsdp2"
-    assert sorted(path.relative_to(exported) for path in exported.rglob("*")) == files
     for file in weights:
-        assert relative_error(load_file(exported / file), load_file(tmp_path / "lora-auto" / file)) < 1e-6
+        assert relative_error(load_file(sharded / file), load_file(whole / file)) < 1e-6
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_text_written_before_training_does_not_change_what_is_saved(tmp_path):
-    launch(2, tmp_path, "generated=fsdp2")
-    without, with_text = torch.load(tmp_path / "generated=fsdp2-2.pt")
-    for name, weight in without.items():
-        assert torch.equal(weight, with_text[name]), name
+def reductions(strategy: str, folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
+    """Return how often the gradients of an epoch were reduced, and the weights after three."""
+    with Counted("reduce_scatter") as counted:
+        trained = train(strategy, folder, 3)
+    return counted.count // 3, weights_of(*trained)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_gradients_reduced_once_per_step_are_those_reduced_in_every_micro_batch(tmp_path):
-    launch(2, tmp_path, "reductions=fsdp2", "reductions=fsdp2_once")
-    often, once = (torch.load(tmp_path / f"reductions={name}-2.pt") for name in ("fsdp2", "fsdp2_once"))
+    often, once = each(reductions, 2, ["fsdp2", "fsdp2_once"], tmp_path).values()
     units, steps, accumulated = 2, 2, 2  # the layers, which are small, and the root
-    assert often["count"] == units * steps * accumulated
-    assert once["count"] == units * steps
+    assert (often[0], once[0]) == (units * steps * accumulated, units * steps)
     truth = weights_of(*train("auto", tmp_path, epochs=3, precision="64-true"))
-    assert relative_error(often["weights"], truth) < 1e-6
-    assert relative_error(once["weights"], truth) < 1e-6
+    assert relative_error(often[1], truth) < 1e-6
+    assert relative_error(once[1], truth) < 1e-6
 
 
 @pytest.mark.slow

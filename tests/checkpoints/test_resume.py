@@ -308,16 +308,6 @@ def test_the_schedule_is_that_of_the_run_that_goes_on(before, after, tmp_path):
     assert options_of_steps(tmp_path, after, 5, tmp_path / "last.ckpt") == undisturbed[3:]
 
 
-def test_a_schedule_by_plateaus_goes_on_with_other_options(tmp_path):
-    def of(factor: float) -> Any:
-        return partial(schedules.ReduceLROnPlateau, factor=factor, patience=3)
-
-    options_of_steps(tmp_path, of(0.5), 5)
-    options_of_steps(tmp_path, of(0.25), 6, tmp_path / "last.ckpt")
-    state = torch.load(tmp_path / "last.ckpt")["lr_schedulers"][0]
-    assert (state["factor"], state["last_epoch"]) == (0.25, 0)
-
-
 # --- what would not be the same ----------------------------------------------------------------------------------
 
 
@@ -367,14 +357,6 @@ def test_another_batch_size_is_fine_at_the_end_of_an_epoch(tmp_path):
     assert [(epoch, batch) for epoch, batch, _ in again.seen] == [(1, 0), (1, 1)]
 
 
-def test_after_a_run_its_batches_can_be_read_and_trained_on_again(tmp_path):
-    data, first, second = Shuffled(), Record(), Record()
-    fit(tmp_path, first, data=data, max_epochs=1)
-    assert [row for batch in data.train_dataloader() for row in batch["input_ids"].tolist()] == first.rows
-    fit(tmp_path, second, data=data, max_epochs=1)
-    assert second.rows == first.rows
-
-
 # --- orders ------------------------------------------------------------------------------------------------------
 
 
@@ -422,11 +404,3 @@ def test_ranks_evaluate_every_sample_once_in_as_many_batches_of_as_many_rows(cou
         assert len({len(batch["labels"]) for batch in together}) == 1
     labels = torch.cat([batch["labels"].flatten() for of_rank in batches for batch in of_rank])
     assert sorted(labels[labels != -100].tolist()) == list(range(count))
-
-
-def test_a_loader_draws_nothing_from_the_global_random_numbers():
-    loader = BatchLoader(Numbers(8), 2, shuffle=True)
-    before = torch.get_rng_state()
-    first, second = list(loader), list(loader)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert [b["labels"].tolist() for b in first] != [b["labels"].tolist() for b in second]

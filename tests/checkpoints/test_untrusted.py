@@ -9,7 +9,7 @@ import torch
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 from safetensors.torch import save_file
 
-from lit_fused import FusedCausalLMModule, UserError
+from lit_fused import FusedCausalLMModule
 from lit_fused.parallel.checkpoint import consolidate, read_rest, read_weights
 
 
@@ -72,23 +72,6 @@ def test_a_folder_runs_no_code(reader, saved, tmp_path):
     with pytest.raises(pickle.UnpicklingError):
         READERS[reader](folder)
     assert not (tmp_path / "ran").exists()
-
-
-def test_a_folder_without_its_rest_is_no_checkpoint(tmp_path):
-    (tmp_path / "bad.ckpt").mkdir()
-    with pytest.raises(UserError, match="is a folder without meta.pt"):
-        read_weights(tmp_path / "bad.ckpt")
-
-
-def test_weights_alone_are_evaluated_but_not_resumed(saved, tmp_path):
-    content = torch.load(saved)
-    del content["optimizer_states"], content["lr_schedulers"]
-    torch.save(content, tmp_path / "weights.ckpt")
-    quiet_trainer(tmp_path).validate(
-        FusedCausalLMModule(tiny_llama()), loader(ragged_batches(4)), ckpt_path=tmp_path / "weights.ckpt"
-    )
-    with pytest.raises(KeyError, match="checkpoint contains only the model"):
-        resumed(tmp_path / "weights.ckpt")
 
 
 def test_hyperparameters_that_could_run_code_are_not_saved(tmp_path):

@@ -26,13 +26,12 @@ from triton.runtime.jit import JITFunction
 
 from lit_fused.ops import linear_cross_entropy, linear_distillation, token_scores
 from lit_fused.ops.hopper.hopper_rows import GROUP_TILES, TILE_COLUMNS
-from lit_fused.ops.logits.labels_triton import print_labels_out_of_range
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
 OF_WAY = {
     "hopper": ["ops.hopper.hopper_kernels", "filtered.filtered_kernels"],
     "narrow": ["ops.hopper.narrow_kernels"],
-    "logits": ["ops.logits.rows_triton", "ops.logits.labels_triton", "ops.logits.divergence_triton"],
+    "logits": ["ops.logits.rows_triton", "ops.logits.divergence_triton"],
 }
 FEATURES: list[dict[str, Any]] = [
     {},
@@ -118,7 +117,6 @@ def main() -> None:
             heads(way, torch.bfloat16)
     if "logits" in ways:
         with kernels_of("logits"):
-            print_labels_out_of_range(torch.zeros(300, dtype=torch.int64), 1000, -100)
             for dtype in (torch.float16, torch.float32):
                 heads("logits", dtype)
             for loss in LOSSES.values():

@@ -1,19 +1,15 @@
-"""The processes of test_load.py, started by torchrun: each case is a fit of a model whose weights come late.
+"""Fits on two ranks of models whose weights come late, for test_load.py.
 
-    torchrun --nproc-per-node 2 tests/helpers/load_job.py FOLDER CASE [CASE ...]
-
-A case is STRATEGY:MODEL:LOSS:PRECISION, with the models that the test has left in FOLDER: MODEL is the name of a folder
-there with a checkpoint, or, after "new_", of one that only its config.json is taken of. Rank 0 saves what it did.
+The model of a case is the name of a folder with a checkpoint, or, after "new_", of one that only its config.json is
+taken of.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
 from lightning_helpers import loader
-from parallel_cases import Case, batches
-from parallel_job import Recorder, file_of, module_of, share_of, trainer_of, whole
-from ranks import run_cases
+from parallel_cases import Case, batches, module_of, share_of, trainer_of, whole
+from parallel_fits import Recorder
 from transformers import AutoConfig
 
 import lit_fused
@@ -67,8 +63,3 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         "losses": start.losses,
         "weights": trained,
     }
-
-
-if __name__ == "__main__":
-    FOLDER = Path(sys.argv[1])
-    run_cases(lambda case: run(Case.parse(case), FOLDER), sys.argv[2:], lambda case: file_of(case, FOLDER))

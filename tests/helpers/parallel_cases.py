@@ -1,10 +1,33 @@
-"""Share what distributed fits and their one-process truth have in common: models, data, the optimiser's numbers."""
+"""Modules, data and trainers of fits under any strategy, and their parameters gathered from all ranks."""
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-from lightning_helpers import ragged_batches
+import lightning as L
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning_helpers import quiet_trainer, ragged_batches
 from tiny_models import sharpen, tiny_model
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import get_constant_schedule
+
+from lit_fused import (
+    CrossEntropyLoss,
+    FusedCausalLMModule,
+    FusedMaskedLMModule,
+    LinearCrossEntropyLoss,
+    ModelInternalLoss,
+)
+from lit_fused.filtered import Filtered
+from lit_fused.parallel import FSDP2Strategy, ReplicatedStrategy
+from lit_fused.pipeline import PipelineStrategy
+from lit_fused.pipeline.strategy import gathered
+from lit_fused.training import MuonWithAdamW
 
 PER_STEP = 4  # micro-batches of an optimiser step, over all ranks
 STEPS = 3
@@ -15,30 +38,29 @@ LEARNING_RATE = 1e-2
 EPSILON = 1e-6
 
 
-# strategy -> (processes, how many of them train on different data)
-LAYOUTS = {
-    "single": (1, 1),
-    "ddp": (2, 2),
-    "fsdp2": (2, 2),
-    "fsdp2_kept": (2, 2),
-    "fsdp2_file": (2, 2),
-    "tp": (2, 1),
-    "tp_file": (2, 1),
-    "tp_unlike": (2, 2),  # ranks of one group that get different batches
-    "fsdp2_tp": (4, 2),
-    "pp": (2, 1),
-    "pp_file": (2, 1),
-    "pp_gpipe": (2, 1),
-    "pp_interleaved": (2, 1),
-    "pp_zero_bubble": (2, 1),
-    "pp_bfs": (2, 1),
-    "pp_zbv": (2, 1),
-    "pp_dualpipe": (2, 1),
-    "pp_ddp": (4, 2),
-    "pp_fsdp2": (4, 2),
-    "pp_interleaved_fsdp2": (4, 2),
-    "pp_bfs_fsdp2": (4, 2),
-    "pp_fsdp2_file": (4, 2),
+ON_GPUS = torch.cuda.device_count() >= int(os.environ.get("WORLD_SIZE", "1"))
+# strategy -> (processes, how many of them train on different data, how to make it)
+STRATEGIES: dict[str, tuple[int, int, Callable[[], Any]]] = {
+    "single": (1, 1, lambda: "auto"),
+    "ddp": (2, 2, ReplicatedStrategy),
+    "fsdp2": (2, 2, lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)),
+    "our_fsdp2": (2, 2, lambda: FSDP2Strategy(2, 1)),
+    "fsdp2_kept": (2, 2, lambda: FSDP2Strategy(2, 1, reshard_after_forward=False)),
+    "tp": (2, 1, lambda: ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)),
+    "our_tp": (2, 1, lambda: FSDP2Strategy(1, 2)),
+    "tp_unlike": (2, 2, lambda: FSDP2Strategy(1, 2)),  # ranks of one group that get different batches
+    "fsdp2_tp": (4, 2, lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)),
+    "pp": (2, 1, lambda: PipelineStrategy(2)),
+    "pp_gpipe": (2, 1, lambda: PipelineStrategy(2, schedule="GPipe", microbatches=2)),
+    "pp_interleaved": (2, 1, lambda: PipelineStrategy(2, schedule="Interleaved1F1B", microbatches=2)),
+    "pp_zero_bubble": (2, 1, lambda: PipelineStrategy(2, schedule="InterleavedZeroBubble", microbatches=4)),
+    "pp_bfs": (2, 1, lambda: PipelineStrategy(2, schedule="LoopedBFS", microbatches=4)),
+    "pp_zbv": (2, 1, lambda: PipelineStrategy(2, schedule="ZBVZeroBubble", microbatches=4)),
+    "pp_dualpipe": (2, 1, lambda: PipelineStrategy(2, schedule="DualPipeV", microbatches=4)),
+    "pp_ddp": (4, 2, lambda: PipelineStrategy(2, 2, microbatches=2)),
+    "pp_fsdp2": (4, 2, lambda: PipelineStrategy(2, 2, microbatches=2, fully_shard=True)),
+    "pp_interleaved_fsdp2": (4, 2, lambda: PipelineStrategy(2, 2, "Interleaved1F1B", 2, fully_shard=True)),
+    "pp_bfs_fsdp2": (4, 2, lambda: PipelineStrategy(2, 2, "LoopedBFS", 4, fully_shard=True)),
 }
 
 
@@ -51,17 +73,13 @@ class Case:
     optimizer: str = "adamw"
     compile: str = "none"
 
-    @classmethod
-    def parse(cls, text: str) -> "Case":
-        return cls(*text.split(":"))
-
     @property
     def ranks(self) -> int:
-        return LAYOUTS[self.strategy][0]
+        return STRATEGIES[self.strategy][0]
 
     @property
     def data_parallel(self) -> int:
-        return LAYOUTS[self.strategy][1]
+        return STRATEGIES[self.strategy][1]
 
     @property
     def is_pipeline(self) -> bool:
@@ -102,3 +120,59 @@ def batches(*, masked: bool = False) -> list[dict[str, Tensor]]:
     for batch in made if masked else ():
         batch["input_ids"] = batch["input_ids"].masked_fill(batch["labels"] != -100, 3)
     return made
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": partial(torch.optim.AdamW, lr=LEARNING_RATE, eps=EPSILON, weight_decay=0.1),
+    "fused": partial(torch.optim.AdamW, lr=LEARNING_RATE, eps=EPSILON, weight_decay=0.1, fused=True),
+    "muon": partial(MuonWithAdamW, lr=LEARNING_RATE, eps=EPSILON, weight_decay=0.1),
+    "adafactor": partial(torch.optim.Adafactor, lr=LEARNING_RATE, weight_decay=0.1),
+}
+
+
+def share_of(batches: list[Any], case: Case) -> list[Any]:
+    """The micro-batches of this process. Ranks that are neighbours share a batch, if any do; in a pipeline, those that
+    are as far apart as there are pipelines."""
+    rank = int(os.environ["RANK"])
+    mine = rank % case.data_parallel if case.is_pipeline else rank * case.data_parallel // case.ranks
+    return batches[mine :: case.data_parallel]
+
+
+def module_of(case: Case, model: nn.Module | None = None) -> Any:
+    model = backbone(case.model, case.layers) if model is None else model
+    if "tp" in case.strategy and os.environ["RANK"] != "0":
+        for p in model.parameters():  # ranks that divide a model take the first one's
+            p.data.add_(1)
+    losses: dict[str, Any] = {"standard": CrossEntropyLoss, "model": ModelInternalLoss}
+    losses["filtered"] = partial(LinearCrossEntropyLoss, Filtered())  # keeps all of so small a vocabulary
+    return (FusedMaskedLMModule if case.is_masked else FusedCausalLMModule)(
+        model,
+        losses[case.loss]() if case.loss in losses else LinearCrossEntropyLoss(case.loss),
+        OPTIMIZERS[case.optimizer],
+        get_constant_schedule,
+        compile=case.compile,
+    )
+
+
+def trainer_of(case: Case, folder: Path, **options: Any) -> L.Trainer:
+    return quiet_trainer(
+        folder,
+        accelerator="gpu" if ON_GPUS else "cpu",
+        devices=case.ranks,
+        strategy=STRATEGIES[case.strategy][2](),
+        precision=case.precision,
+        gradient_clip_val=CLIP,
+        use_distributed_sampler=False,
+        **options,
+    )
+
+
+def whole(strategy: Strategy, module: Any, part: Any, owner: str = "backbone") -> dict[str, Tensor]:
+    """A part of each parameter, gathered, under the parameter's name in the module's backbone or model."""
+    named = {name: part(p) for name, p in getattr(module, owner).named_parameters()}
+    if isinstance(strategy, PipelineStrategy):
+        whole_ones = gathered(named, strategy.device_mesh, strategy.root_device)
+        return {name: value.clone() for name, value in whole_ones.items()}
+    return {
+        name: (v.full_tensor() if isinstance(v, DTensor) else v).detach().cpu().clone() for name, v in named.items()
+    }

@@ -4,19 +4,36 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from errors_of import relative_error
 from head_cases import grad_of
-from parallel_cases import CLIP, EPSILON, LEARNING_RATE, PER_STEP, STEPS, Case, backbone, batches
-from torch import nn
-from torchrun import run
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_helpers import loader
+from parallel_cases import (
+    CLIP,
+    EPSILON,
+    LEARNING_RATE,
+    PER_STEP,
+    STEPS,
+    Case,
+    backbone,
+    batches,
+    module_of,
+    share_of,
+    trainer_of,
+    whole,
+)
+from ranks import Refusal, each
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
+from lit_fused import FusedCausalLMModule
 from lit_fused.training.optimizers import weight_decay_groups
-
-JOB = Path(__file__).parent / "parallel_job.py"
 
 STRATEGIES = ("single", "ddp", "fsdp2", "tp", "fsdp2_tp", "pp", "pp_ddp", "pp_fsdp2", "pp_interleaved")
 
@@ -47,6 +64,80 @@ COMPILED += [
     Case("fsdp2_tp", "llama_tied", compile="regional"),
     Case("fsdp2_tp", "qwen3", precision="bf16-mixed", compile="regional"),
 ]
+
+
+class Recorder(L.Callback):
+    def __init__(self) -> None:
+        self.gradients: dict[str, Tensor] | None = None  # of the first step; empty on ranks that hold no whole ones
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: object) -> None:
+        if self.gradients is None:
+            self.gradients = whole(trainer.strategy, pl_module, lambda p: p.grad)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: object, **__: object) -> None:
+        if not trainer.fit_loop._should_accumulate():
+            self.losses.append(trainer.callback_metrics["train/loss"].item())
+            self.norms.append(trainer.callback_metrics["train/gradient_norm"].item())
+
+
+def fit(case: Case, folder: Path) -> dict[str, Any]:
+    """Fit a case, and return what the first rank has of it."""
+    folder = folder_of(case, folder)
+    torch._dynamo.reset()
+    counters.clear()
+    module, recorder = module_of(case), Recorder()
+    trainer = trainer_of(case, folder, max_epochs=1, accumulate_grad_batches=case.accumulated, callbacks=[recorder])
+    part = share_of(batches(masked=case.is_masked), case)
+    trainer.fit(module, loader(part), loader(part))
+    weights = whole(trainer.strategy, module, lambda p: p)
+    prompt = batches()[0]["input_ids"][:1, :4].to(module.device)
+    can_say = not case.is_pipeline and not case.is_masked
+    said = module.generate(prompt, max_new_tokens=5, do_sample=False).cpu() if can_say else None
+    if case.strategy in ("fsdp2", "tp"):
+        assert module(input_ids=prompt).logits.shape == (*prompt.shape, module.model.vocabulary)
+    if "tp" in case.strategy and can_say:
+        assert_ranks_sample_the_same(module, prompt)
+    module.save_pretrained(folder / "exported")
+    return {
+        "gradients": recorder.gradients,
+        "losses": recorder.losses,
+        "norms": recorder.norms,
+        "weights": weights,
+        "val/loss": trainer.callback_metrics["val/loss"].item(),
+        "said": said,
+        "graphs": counters["stats"]["unique_graphs"],
+    }
+
+
+def assert_ranks_sample_the_same(module: FusedCausalLMModule, prompt: Tensor) -> None:
+    torch.manual_seed(dist.get_rank())
+    sampled = module.generate(prompt.to(module.device), max_new_tokens=5, do_sample=True)
+    strategy: Any = module.trainer.strategy
+    of_group = strategy.device_mesh["tensor_parallel"]
+    sampled_by: list[Any] = [None] * of_group.size()
+    dist.all_gather_object(sampled_by, sampled.tolist(), group=of_group.get_group())
+    assert sampled_by == sampled_by[:1] * of_group.size()
+
+
+def resume(case: Case, folder: Path) -> dict[str, Any]:
+    """Three epochs at once, and two with a checkpoint and the third from it by another module and trainer."""
+    folder = folder_of(case, folder)
+    part = share_of(batches(masked=case.is_masked)[:4], case)
+    modules = [module_of(case) for _ in range(3)]
+    at_once = trainer_of(case, folder, max_epochs=3)
+    at_once.fit(modules[0], loader(part))
+    saver = ModelCheckpoint(folder / "checkpoints", save_last=True)
+    first = trainer_of(case, folder, max_epochs=2, enable_checkpointing=True, callbacks=[saver])
+    first.fit(modules[1], loader(part))
+    second = trainer_of(case, folder, max_epochs=3)
+    second.fit(modules[2], loader(part), ckpt_path=saver.last_model_path)
+    assert second.global_step == at_once.global_step
+    return {
+        name: whole(trainer.strategy, module, lambda p: p)
+        for name, trainer, module in (("at once", at_once, modules[0]), ("resumed", second, modules[2]))
+    }
 
 
 def train_here(case: Case, dtype: torch.dtype) -> dict[str, Any]:
@@ -89,18 +180,21 @@ def precision_dtype(case: Case) -> torch.dtype:
     return torch.bfloat16 if case.precision == "bf16-true" else torch.float32
 
 
-def result_of(case: Case, folder: Path) -> Path:
-    return folder / str(case).replace(":", "_") / "result.pt"
+def folder_of(case: Case, folder: Path) -> Path:
+    return folder / str(case).replace(":", "_")
 
 
-def launch(folder: Path, what: str, cases: list[Case], timeout: float) -> None:
+def launch(function: Any, cases: list[Case], folder: Path, timeout: float) -> dict[Case, Any]:
+    """Return what :func:`fit` or :func:`resume` returns for each case, run by as many processes as it has ranks."""
+    found: dict[Case, Any] = {}
     for ranks in sorted({case.ranks for case in cases}):
-        run(JOB, ranks, folder, what, *(case for case in cases if case.ranks == ranks), timeout=timeout)
+        found |= each(function, ranks, [case for case in cases if case.ranks == ranks], folder, timeout=timeout)
+    return found
 
 
-def judge(case: Case, folder: Path) -> None:
+def judge(case: Case, result: Any, folder: Path) -> None:
     """The first step's gradients, the losses and the weights after three steps; then what is said and exported."""
-    result = torch.load(result_of(case, folder), weights_only=False)
+    assert not isinstance(result, Refusal), result
     assert result["graphs"] or case.compile == "none"
     truth = train_here(case, torch.float64)
     # the error of one process with the standard loss in the same precision; AdamW turns small gradients into steps
@@ -116,7 +210,7 @@ def judge(case: Case, folder: Path) -> None:
     assert result["norms"][0] == pytest.approx(truth["norms"][0], rel=limits["gradients"])
 
     auto: Any = AutoModelForMaskedLM if case.is_masked else AutoModelForCausalLM
-    exported = auto.from_pretrained(result_of(case, folder).parent / "exported")
+    exported = auto.from_pretrained(folder_of(case, folder) / "exported")
     for name, p in exported.named_parameters():
         assert torch.equal(p.float(), result["weights"][name].float()), name
     if result["said"] is None:

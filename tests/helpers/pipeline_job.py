@@ -1,7 +1,4 @@
-"""The processes of test_pipeline.py, started by torchrun: each scenario is a function here; rank 0 saves what it gives.
-
-torchrun --nproc-per-node 2 tests/helpers/pipeline_job.py FOLDER SCENARIO [SCENARIO ...]
-"""
+"""The scenarios that test_pipeline.py runs on two ranks."""
 
 import os
 from functools import partial
@@ -15,7 +12,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_helpers import loader, quiet_trainer
 from pipeline_cases import SETTINGS, module, ragged
-from ranks import or_refusal, run_command
+from ranks import or_refusal
 from tiny_models import TinyBackbone, tiny_model
 from torch import Tensor, nn
 from transformers import AutoModelForSeq2SeqLM, LlamaForCausalLM, T5Config
@@ -242,5 +239,5 @@ def own_losses(folder: Path) -> dict[str, Any]:
 SCENARIOS = {f.__name__: f for f in (ragged_batches, moves, refusals, own_losses)}
 
 
-if __name__ == "__main__":
-    run_command(lambda name, folder: SCENARIOS[name](folder))
+def run(name: str, folder: Path) -> Any:
+    return SCENARIOS[name](folder)

@@ -1,25 +1,22 @@
-"""Run the cases of a distributed test on each of its ranks, and save what rank 0 has found."""
+"""The launcher of the distributed tests: call a function of a test's file on several ranks."""
 
+import inspect
 import os
+import pickle
 import sys
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchrun import HELPERS, run_whatever_comes, torchrun
 
 from lit_fused import UserError
 from lit_fused.parallel.collectives import objects_of_ranks
-
-
-def or_refusal(run: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a run returns, or the words with which it is refused."""
-    try:
-        return run(*arguments)
-    except UserError as refusal:
-        return {"refusal": str(refusal)}
 
 
 class Counted(TorchDispatchMode):
@@ -34,30 +31,74 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run_cases(run: Callable[[str], Any], cases: Iterable[str], file_of: Callable[[str], Path]) -> None:
-    """Run cases on this rank, all ranks together; rank 0 saves each result that is not None. It ends the process."""
+class Refusal(str):
+    """The message of a UserError that a case has raised."""
+
+    __slots__ = ()
+
+
+def each(function: Callable[..., Any], processes: int, cases: Iterable[Any], *given: Any, timeout: float = 300) -> Any:
+    """Call ``function(case, *given)`` for one case after the other, on all ranks together.
+
+    Returns:
+        what the first rank returns, by case; a :class:`Refusal` for a UserError, which all ranks have to raise in the
+        same words.
+    """
+    return call(_each, processes, function, [*cases], given, timeout=timeout)[0]
+
+
+def or_refusal(run: Callable[[], Any]) -> Any:
+    try:
+        return run()
+    except UserError as refusal:
+        return Refusal(refusal)
+
+
+def _each(rank: int, function: Callable[..., Any], cases: list[Any], given: Sequence[Any]) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
     for case in cases:
-        result = run(case)
-        if os.environ["RANK"] == "0" and result is not None:
-            file_of(case).parent.mkdir(exist_ok=True, parents=True)
-            torch.save(result, file_of(case))
+        result = or_refusal(partial(function, case, *given))
         if dist.is_initialized():
-            dist.barrier()
+            said = objects_of_ranks(str(result) if isinstance(result, Refusal) else "")
+            assert len({*said}) == 1, (case, said)
+        found[case] = result if rank == 0 else None
+    return found
+
+
+def call(function: Callable[..., Any], processes: int, *given: Any, timeout: float) -> list[Any]:
+    """Call ``function(rank, *given)`` in as many processes; return what each rank returns. All must succeed."""
+    with tempfile.TemporaryDirectory() as folder:
+        statuses, output = _run(Path(folder), function, processes, given, timeout)
+        assert {*statuses} == {0}, output[-6000:]
+        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(processes)]
+
+
+def statuses_of(function: Callable[..., Any], processes: int, *given: Any, timeout: float) -> list[int | None]:
+    """As ``call``, but ranks may fail, of which the first ends the others; return the exit status of each."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _run(Path(folder), function, processes, given, timeout)[0]
+
+
+def _run(
+    folder: Path, function: Callable[..., Any], processes: int, given: Sequence[Any], timeout: float
+) -> tuple[list[int | None], str]:
+    (folder / "call").write_bytes(pickle.dumps((function, given)))
+    tests = {str(Path(inspect.getfile(f)).parent) for f in (function, *given) if inspect.isfunction(f)}
+    path = os.pathsep.join([HELPERS, *tests, os.environ.get("PYTHONPATH", "")])
+    if 1 < processes <= torch.cuda.device_count():
+        # A process that has looked for GPUs cannot be forked into ranks that use them.
+        status, output = torchrun(__file__, processes, folder, timeout=timeout, PYTHONPATH=path)
+        return [status], output
+    return run_whatever_comes(__file__, processes, folder, timeout=timeout, PYTHONPATH=path)
+
+
+if __name__ == "__main__":
+    FOLDER, RANK = Path(sys.argv[1]), int(os.environ["RANK"])
+    called, arguments = pickle.loads((FOLDER / "call").read_bytes())
+    torch.save(called(RANK, *arguments), FOLDER / f"{RANK}.pt")
+    if dist.is_initialized():
+        dist.barrier()
     # Without the interpreter's teardown, in which gloo's threads now and then abort a process that has done its work
     # ("terminate called without an active exception").
     sys.stdout.flush()
     os._exit(0)
-
-
-def run_command(run: Callable[[str, Path], Any]) -> None:
-    """Run the cases of a job's command line, its folder and then ``what:strategy``; a refusal is a result as well, in
-    the same words on all ranks."""
-    folder = Path(sys.argv[1])
-
-    def result(case: str) -> Any:
-        found = or_refusal(run, case, folder)
-        if isinstance(found, dict) and "refusal" in found and dist.is_initialized():
-            assert len({*objects_of_ranks(found["refusal"])}) == 1
-        return found
-
-    run_cases(result, sys.argv[2:], lambda case: folder / f"{case.replace(':', '_')}.pt")

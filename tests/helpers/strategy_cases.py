@@ -11,10 +11,12 @@ import torch
 from frozen_cases import MODEL, fitted, frozen_module, other_model, rows
 from lightning_helpers import ragged_batches, tiny_llama
 from packing_cases import gpt_oss, mamba, row
+from parallel_cases import STRATEGIES, whole
 from preference_cases import batches_of, module_for
+from ranks import Refusal, each
 from tiny_models import sharpen, tiny_model
 from torch import Tensor, nn
-from torchrun import run
+from torch.distributed.tensor import DTensor
 from transformers import get_constant_schedule
 from vision_cases import batch_of, tiny
 
@@ -29,8 +31,8 @@ from lit_fused import (
     PreferenceLoss,
 )
 from lit_fused.objectives.distillation import STORED, scores_to_store
+from lit_fused.parallel.collectives import objects_of_ranks
 
-JOB = Path(__file__).with_name("strategy_job.py")
 TRAINED: tuple[Any, ...] = (partial(torch.optim.SGD, lr=0.1), get_constant_schedule)
 Case = tuple[FusedCausalLMModule, list[dict[str, Tensor]]]
 IMAGES = {  # of each row of four batches, of which two ranks get every other one
@@ -165,22 +167,44 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-def assert_as_in_one_process(folder: Path, cases: dict[str, dict[str, str]]) -> None:
-    """Fit cases in one process, and in two under each strategy; an entry that is not empty is the refusal's words."""
-    run(JOB, 2, folder, *(f"{case}:{strategy}" for case in cases for strategy in cases[case]), timeout=300)
+def fit(item: tuple[str, str], folder: Path, precision: str = "32-true") -> dict[str, Any]:
+    """Fit a case with a strategy on two ranks."""
+    case, strategy = item
+    module, batches = CASES[case]()
+    ranks, copies, make = STRATEGIES[strategy]
+    own = batches[int(os.environ["RANK"]) :: 2] if copies == ranks else batches
+    options = {"accumulate_grad_batches": 2 // copies, "precision": precision}
+    trainer = fitted(folder, module, own, devices=2, strategy=make(), max_steps=2, **options)
+    beside = [p for frozen in module.frozen for p in frozen.model.parameters()]
+    return {
+        "weights": whole(trainer.strategy, module, lambda p: p, "model"),
+        "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
+        "packing": objects_of_ranks(module.model.packing),
+        "divided": [isinstance(p, DTensor) for p in beside],
+    }
+
+
+def assert_as_in_one_process(folder: Path, cases: dict[str, dict[str, str]]) -> dict[tuple[str, str], Any]:
+    """Fit cases in one process, and in two under each strategy, and return what two processes have found.
+
+    An entry of ``cases`` that is not empty has words of the refusal.
+    """
+    items = [(case, strategy) for case, strategies in cases.items() for strategy in strategies]
+    fits = each(fit, 2, items, folder)
     for case, strategies in cases.items():
         module, batches = CASES[case]()
         options = {"max_steps": 2, "accumulate_grad_batches": 2}
         trainer: Any = None if all(strategies.values()) else fitted(folder, module, batches, **options)
         for strategy, words in strategies.items():
-            found = torch.load(folder / f"{case}_{strategy}.pt")
+            found = fits[case, strategy]
             if words:
-                assert words in found["refusal"]
+                assert words in found
                 continue
-            assert "refusal" not in found, (case, strategy, found)
+            assert not isinstance(found, Refusal), (case, strategy, found)
             assert found["packing"] == [module.model.packing] * 2
             for name, value in trainer.callback_metrics.items():
                 assert found["metrics"][name] == pytest.approx(value.item(), rel=2e-5, abs=1e-6), (case, strategy, name)
             for name, p in module.model.named_parameters():
                 message = partial("{} {}: {}".format, case, strategy)
                 torch.testing.assert_close(found["weights"][name], p.detach(), rtol=1e-4, atol=1e-6, msg=message)
+    return fits

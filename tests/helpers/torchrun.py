@@ -1,17 +1,13 @@
 """Start the ranks of a script, by torchrun or forked, and leave no process behind."""
 
 import contextlib
-import inspect
 import os
-import pickle
 import random
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import forked
 
@@ -29,11 +25,12 @@ def clean_environment(**more: str) -> dict[str, str]:
     return own | {"OMP_NUM_THREADS": "1"} | more
 
 
-def torchrun(script: str | Path, processes: int, *arguments: object, timeout: float) -> tuple[int, str]:
+def torchrun(script: str | Path, processes: int, *arguments: object, timeout: float, **more: str) -> tuple[int, str]:
     """Run ``script`` in as many processes. Return the exit status and the output."""
+    path = os.pathsep.join(filter(None, [HELPERS, os.environ.get("PYTHONPATH")]))
     started = subprocess.Popen(
         [*COMMAND, str(processes), str(script), *map(str, arguments)],
-        env=clean_environment(PYTHONPATH=os.pathsep.join(filter(None, [HELPERS, os.environ.get("PYTHONPATH")]))),
+        env=clean_environment(**{"PYTHONPATH": path} | more),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -55,11 +52,14 @@ def run(script: str | Path, processes: int, *arguments: object, timeout: float) 
 
 
 def run_whatever_comes(
-    script: str | Path, processes: int, *arguments: object, timeout: float
+    script: str | Path, processes: int, *arguments: object, timeout: float, **more: str
 ) -> tuple[list[int | None], str]:
     """As ``run``, but ranks may fail: the first that does ends the others. Return the statuses and the output."""
-    environments = [clean_environment(**rank) for rank in rendezvous(processes)]
-    return _run_forked(script, [arguments] * processes, environments, timeout)
+    with tempfile.NamedTemporaryFile("r") as file:
+        environments = [clean_environment(**more, **rank) for rank in rendezvous(processes)]
+        place = {"cwd": Path.cwd(), "output": Path(file.name)}
+        ranks = [forked.start(script, arguments, env=env, **place) for env in environments]
+        return forked.run_together(ranks, timeout), file.read()
 
 
 def rendezvous(processes: int) -> list[dict[str, str]]:
@@ -73,30 +73,6 @@ def rendezvous(processes: int) -> list[dict[str, str]]:
         "TORCHELASTIC_RUN_ID": "tests",
     }
     return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
-
-
-def call(function: Callable[..., Any], processes: int, *arguments: Any, timeout: float) -> None:
-    """Call ``function(rank, *arguments)``, of a test's file, in forked processes; all must succeed."""
-    script, folder = Path(__file__).with_name("call.py"), str(Path(inspect.getfile(function)).parent)
-    with tempfile.NamedTemporaryFile("wb") as file:
-        pickle.dump((function, arguments), file)
-        file.flush()
-        environments = [clean_environment(PYTHONPATH=folder)] * processes
-        ranks = [(file.name, rank) for rank in range(processes)]
-        statuses, output = _run_forked(script, ranks, environments, timeout)
-    assert statuses == [0] * processes, output[-6000:]
-
-
-def _run_forked(
-    script: str | Path, arguments: Sequence[Sequence[object]], environments: Sequence[dict[str, str]], timeout: float
-) -> tuple[list[int | None], str]:
-    """Run a script once for each sequence of arguments, side by side, until one fails. Return statuses and output."""
-    with tempfile.NamedTemporaryFile("r") as file:
-        ranks = [
-            forked.start(script, own, cwd=Path.cwd(), env=env, output=Path(file.name))
-            for own, env in zip(arguments, environments, strict=True)
-        ]
-        return forked.run_together(ranks, timeout), file.read()
 
 
 def _free_port() -> int:

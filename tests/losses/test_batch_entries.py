@@ -1,5 +1,7 @@
 """Entries of a batch beside tokens and labels change the loss as they say, or are refused."""
 
+import re
+import warnings
 from typing import Any
 
 import pytest
@@ -119,3 +121,29 @@ def test_a_batch_of_another_objective_is_refused(entry, loss):
 def test_weights_that_a_loss_does_not_read_are_refused(loss: Loss):
     with pytest.raises(UserError, match="a batch has token_weights, which"):
         LanguageModel(tiny_llama(), loss)(BATCH | {"token_weights": WEIGHTS.float()})
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"attn_mask": torch.ones_like(BATCH["input_ids"])}, r"attn_mask.*did you mean attention_mask\?"),
+        ({"token_weight": WEIGHTS}, r"token_weight, which.*did you mean token_weights\?"),
+        ({"loss_mask": WEIGHTS}, r"loss_mask.*did you mean token_weights\?"),
+        ({"token_weights": 0 * WEIGHTS}, "token_weights.*all zero"),
+    ],
+)
+def test_an_entry_that_nothing_reads_or_that_weighs_nothing_has_one_warning(entries, words, tmp_path):
+    module = FusedCausalLMModule(tiny_llama(), None, *TRAINED)
+    trainer = quiet_trainer(tmp_path, max_steps=2, precision="64-true", limit_val_batches=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        trainer.fit(module, loader([BATCH | entries] * 2), loader([BATCH | entries]))
+    assert len([w for w in caught if re.search(words, str(w.message))]) == 1
+
+
+def test_entries_with_names_of_their_own_and_weights_that_are_partly_zero_have_no_warning():
+    entries = {"row": torch.arange(3), "attention_mask": torch.ones_like(BATCH["input_ids"]), "attn_mask": None}
+    model = LanguageModel(tiny_llama().double(), LinearCrossEntropyLoss())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.look_at(BATCH | entries | {"token_weights": (WEIGHTS > 0.5).double()})

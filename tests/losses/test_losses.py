@@ -121,8 +121,7 @@ LABELS = tiny_batch()["labels"]
     [
         (HIDDEN[..., :7], LABELS, r"hidden states of shape \(3, 20, 7\) do not fit .*\(97, 32\)"),
         (HIDDEN, LABELS[:, :19], r"labels of shape \(3, 19\) do not fit hidden states of shape \(3, 20, 32\)"),
-        (HIDDEN.bfloat16(), LABELS, "hidden states are torch.bfloat16 but the output layer's weight is torch.float32"),
-        (HIDDEN.to("meta"), LABELS, "hidden states on meta, weight on cpu, labels on cpu"),
+        (HIDDEN.bfloat16(), LABELS, "hidden states are torch.bfloat16 and the output layer's weight is torch.float32"),
         (HIDDEN, LABELS + 50, r"labels must lie in \[0, 97\) or be -100"),
         (HIDDEN, LABELS.masked_fill(LABELS == -100, -1), r"labels must lie in \[0, 97\).*from -1 to"),
     ],
@@ -245,20 +244,6 @@ def test_evaluation_measures_the_cross_entropy_beside_what_training_adds_to_it(n
         torch.testing.assert_close(found.stats["nll"].double(), truth())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"label_smoothing": 1.5}, "label_smoothing must lie in"),
-        ({"label_smoothing": -0.1}, "label_smoothing must lie in"),
-        ({"z_loss": -1.0}, "z_loss must be a number and not negative"),
-    ],
-)
-@pytest.mark.parametrize("loss_class", [CrossEntropyLoss, LinearCrossEntropyLoss])
-def test_option_values_out_of_range_are_refused_when_they_are_configured(loss_class, options, message):
-    with pytest.raises(UserError, match=message):
-        loss_class(**options)
-
-
 # Statistics
 
 
@@ -274,23 +259,6 @@ def statistics_of(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         "entropy": -(probabilities * probabilities.log()).sum(),
         "lse_squared": (logits.exp().sum(-1).log() ** 2).sum(),
     }
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2", "cohere", "bert"])
-def test_the_statistics_of_chunked_are_those_computed_from_the_logits(name):
-    backbone = sharpen(tiny_model(name)).eval()
-    batch = tiny_batch()
-    with torch.no_grad():
-        logits = backbone(input_ids=batch["input_ids"], use_cache=False).logits
-    batch["labels"][:, 1::2] = logits.argmax(-1)[:, ::2]  # some of the predictions are right
-    expected = statistics_of(logits, batch["labels"])
-    stats = LanguageModel(backbone, LinearCrossEntropyLoss())(batch).stats
-    assert expected["correct"] > 20
-    assert stats.keys() == expected.keys()
-    for key, value in expected.items():
-        assert stats[key].shape == ()
-        assert not stats[key].requires_grad
-        torch.testing.assert_close(stats[key].double(), value.double(), rtol=1e-5, atol=0.0)
 
 
 @pytest.mark.parametrize(

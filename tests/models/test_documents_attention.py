@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from packing_cases import row
+from packing_cases import mamba, row
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from lit_fused import LanguageModel, LinearCrossEntropyLoss
 from lit_fused.models import documents_attention
 from lit_fused.models.compilation import compile_backbone
-from lit_fused.models.documents_attention import NAME, is_possible, takes_its_place
+from lit_fused.models.documents_attention import NAME, EmptyCache, empty_cache_for, is_possible, takes_its_place
 
 GPU = torch.device("cuda")
 ROWS = ((9, 20, 3), (16, 16), (32,), (1, 1, 30))  # lengths of documents
@@ -95,6 +95,27 @@ def test_what_has_no_documents_is_computed_as_before(as_on_a_gpu, tmp_path):
     assert ours.transformers_model is not None
     ours.transformers_model.save_pretrained(tmp_path)
     assert NAME not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "mixtral"])
+def test_a_batch_without_positions_is_not_searched_for_documents_and_its_numbers_stay(name):
+    ours, usual = (LanguageModel(tiny_model(name), LinearCrossEntropyLoss()) for _ in range(2))
+    ours.prepare(torch.device("cpu"))
+    assert isinstance(ours.inputs_of(tiny_batch())["past_key_values"], EmptyCache)
+    losses = [model(tiny_batch()).loss for model in (ours, usual)]
+    for loss in losses:
+        loss.backward()
+    assert losses[0].equal(losses[1])
+    gradients = [[p.grad for p in model.parameters() if p.grad is not None] for model in (ours, usual)]
+    assert all(mine.equal(theirs) for mine, theirs in zip(*gradients, strict=True))
+    packed, apart = rows((9, 11)), ours(rows((9, 11))).loss
+    assert "past_key_values" not in ours.inputs_of(packed)
+    assert apart.equal(usual(packed).loss)
+
+
+@pytest.mark.parametrize("build", [lambda: tiny_model("falcon_h1"), mamba])
+def test_a_model_with_a_cache_of_its_own_kind_gets_no_empty_one(build):
+    assert empty_cache_for(build().eval()) is None
 
 
 @pytest.mark.parametrize("size", [8, 144])

@@ -12,14 +12,12 @@ import torch
 from architectures import ENTRIES, Entry, tiny_config
 from errors_of import relative_error
 from lightning_helpers import loader, quiet_trainer, ragged_batches
-from load_job import Start, deferred
-from parallel_cases import CLIP, PER_STEP, Case, backbone, batches
-from parallel_fits import result_of
-from parallel_job import module_of
+from load_job import Start, deferred, run
+from parallel_cases import CLIP, PER_STEP, Case, backbone, batches, module_of
+from ranks import each
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 from torch import Tensor, nn
-from torchrun import run
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import lit_fused
@@ -27,7 +25,6 @@ from lit_fused import FusedCausalLMModule, FusedSeq2SeqLMModule, UserError
 from lit_fused.models.load import is_deferred, materialize, places_of
 from lit_fused.parallel.twin import small_twin
 
-JOB = Path(__file__).parents[1] / "helpers" / "load_job.py"
 CPU = torch.device("cpu")
 QUICK = {"llama", "gpt2", "gemma2", "qwen3_moe", "mamba", "modernbert-decoder", "xlnet", "t5", "bart", "rwkv"}
 
@@ -236,9 +233,8 @@ SHARES = {"ddp": 1, "fsdp2": 0.51, "tp": 0.52, "pp": 0.56, "pp_zbv": 0.62, "pp_d
 _LAYERS = 6
 
 
-def as_in_one_process(case: Case, folder: Path) -> None:
+def as_in_one_process(case: Case, result: dict[str, Any], folder: Path) -> None:
     """Compare what the processes have done with what one process does."""
-    result = torch.load(result_of(case, folder), weights_only=False)
     assert "refusal" not in result, f"{case}: {result['refusal']}"
     late = deferred(case.model, folder)
     whole = copy.deepcopy(late)
@@ -264,30 +260,29 @@ def as_in_one_process(case: Case, folder: Path) -> None:
         assert case.is_pipeline or result["tied"] == start.head_is_tied
 
 
-def launch(folder: Path, cases: list[Case], processes: int = 2) -> None:
+def launch(folder: Path, cases: list[Case], processes: int = 2) -> dict[Case, Any]:
     for name in {re.sub("^(new|plan)_", "", case.model) for case in cases} - {"broken"}:
         saved(backbone(name, _LAYERS), folder / name, max_shard_size="40KB")  # type: ignore[arg-type]
     rewrite(saved(tiny_model("llama"), folder / "broken"), lambda weights: weights.pop("lm_head.weight"))
-    run(JOB, processes, folder, *cases, timeout=250)
+    return each(run, processes, cases, folder, timeout=250)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_two_processes_have_their_parts_of_the_weights_of_one_and_train_as_it_does(tmp_path: Path) -> None:
-    launch(tmp_path, [*CASES, *REFUSED])
+    found = launch(tmp_path, [*CASES, *REFUSED])
     for case in CASES:
-        as_in_one_process(case, tmp_path)
+        as_in_one_process(case, found[case], tmp_path)
     for case, message in REFUSED.items():
-        of_ranks = torch.load(result_of(case, tmp_path), weights_only=False)["refusal"]
+        of_ranks = found[case]["refusal"]
         assert re.search(message, of_ranks[1], re.DOTALL), of_ranks
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_four_processes_divide_a_model_without_weights_in_two_ways(tmp_path: Path) -> None:
-    launch(tmp_path, DIVIDED_TWICE, processes=4)
-    for case in DIVIDED_TWICE:
-        as_in_one_process(case, tmp_path)
+    for case, found in launch(tmp_path, DIVIDED_TWICE, processes=4).items():
+        as_in_one_process(case, found, tmp_path)
 
 
 @pytest.mark.slow

@@ -5,11 +5,11 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import call
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torchrun import call
 
 from lit_fused import linear_cross_entropy, token_scores
 from lit_fused.errors import UserError
@@ -91,15 +91,6 @@ def test_a_compiled_caller_of_scores_has_no_graph_break(wanted):
     same(caller, (*operands(5, 7), selected, g))
 
 
-def test_without_selected_entries_or_entropy_scores_have_none():
-    def caller(hidden, weight, bias, targets):
-        scores = token_scores(hidden, weight, targets, bias, entropy=False)
-        assert (scores.entropy, scores.selected) == (None, None)
-        return scores.log_prob.sum(), (scores.lse, scores.top1)
-
-    same(caller, operands(9))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_the_dtypes_of_gradients_are_those_of_their_operands(dtype, reduction):
@@ -167,13 +158,6 @@ def test_a_label_outside_of_the_vocabulary_is_still_refused():
     targets[3] = V
     with pytest.raises(UserError, match=r"labels must lie in \[0, 211\)"):
         compiled(hidden, weight, targets)
-
-
-def test_weights_of_tokens_that_want_a_gradient_are_still_refused():
-    hidden, weight, _, targets = operands(9)
-    compiled = torch.compile(linear_cross_entropy, backend="aot_eager")
-    with pytest.raises(UserError, match="token_weights want a gradient"):
-        compiled(hidden, weight, targets, token_weights=torch.ones(9, requires_grad=True))
 
 
 def test_operators_pass_the_checks_of_torch():

@@ -4,7 +4,6 @@ import itertools
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -70,24 +69,6 @@ def test_targets_of_any_integer_dtype_are_those_of_int64(dtype, ignore_index, vo
         torch.testing.assert_close(found, expected)
     ranks = (F.linear(hidden, weight) > F.linear(hidden, weight).gather(1, targets[:, None])).sum(1)
     assert torch.equal(torch.as_tensor(top_items(hidden, weight, 1, targets=narrow).ranks), ranks)
-
-
-def test_transforms_that_the_losses_do_not_have_raise_torchs_own_errors():
-    hidden, weight, targets = torch.randn(2, 8), torch.randn(9, 8), torch.tensor([1, 2])
-
-    def loss(hidden: torch.Tensor) -> torch.Tensor:
-        return linear_cross_entropy(hidden, weight, targets)[0]
-
-    def losses(hidden: torch.Tensor) -> torch.Tensor:
-        return -token_scores(hidden, weight, targets).log_prob
-
-    with pytest.raises(RuntimeError, match="does not have vmap support"):
-        torch.vmap(loss)(hidden.expand(3, 2, 8))
-    for function in (loss, losses):
-        with pytest.raises(NotImplementedError, match="forward mode AD"):
-            torch.func.jvp(function, (hidden,), (hidden,))
-    with pytest.raises(RuntimeError, match="vmap"):
-        torch.func.jacrev(losses)(hidden)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -180,7 +161,7 @@ def test_autocast_leaves_float64_as_it_is(impl):
         found = LinearCrossEntropyLoss(impl, weight)(hidden, targets)
         scores = token_scores(hidden, weight, targets)
         with pytest.raises(
-            UserError, match="hidden states are torch.float32 but the output layer's weight is torch.fl"
+            UserError, match="hidden states are torch.float32 and the output layer's weight is torch.fl"
         ):
             linear_cross_entropy(hidden.float(), weight, targets)
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
@@ -361,16 +342,6 @@ def test_inside_a_checkpoint_gradients_are_those_outside():
         torch.testing.assert_close(found, expected)
 
 
-def test_gradcheck_with_every_feature_on():
-    tensors, targets = make(n=6, d=3, v=5, bias=True)
-    options: dict[str, Any] = {"softcap": 2.0, "scale": 0.7, "label_smoothing": 0.1, "z_loss": 1e-2}
-
-    def function(hidden, weight, bias):
-        return linear_cross_entropy(hidden, weight, targets, bias=bias, reduction="none", **options)[0]
-
-    assert torch.autograd.gradcheck(function, tensors)
-
-
 @pytest.fixture
 def whole_shard(tmp_path) -> Iterator[VocabularyShard]:
     """A divided vocabulary, of which the only rank has all 5 entries."""
@@ -447,17 +418,10 @@ H, W, Y = torch.randn(6, 4), torch.randn(9, 4), torch.arange(6)
         ((H, W, Y - 1), {}, r"labels must lie in \[0, 9\).*got values from -1 to 4"),
         ((H, W[:, :3], Y), {}, r"hidden states of shape \(6, 4\) do not fit.*\(9, 3\)"),
         ((H, W, Y[:5]), {}, r"labels of shape \(5,\) do not fit hidden states of shape \(6, 4\)"),
-        ((H, W.double(), Y), {}, "hidden states are torch.float32 but the output layer's weight is torch.float64"),
-        ((H, W.to("meta"), Y), {}, "hidden states on cpu, weight on meta, labels on cpu"),
-        (
-            (H, torch.nn.Linear(4, 9), Y),
-            {},
-            "an output layer's weight must be a tensor, got Linear; of a layer pass layer.w",
-        ),
-        ((H.to(torch.complex64), W, Y), {}, "hidden states must be a dense tensor of float64.*got torch.complex64"),
-        ((H, W.to_sparse(), Y), {}, "weight must be a dense tensor.*torch.sparse_coo"),
-        ((H, W, Y), {"bias": torch.zeros(9).long()}, "bias must be a dense tensor.*got torch.int64"),
-        ((H, W, Y), {"bias": torch.zeros(9, device="meta")}, "all tensors must be on one device.*bias on meta"),
+        ((H, W.double(), Y), {}, "hidden states are torch.float32 and the output layer's weight is torch.float64"),
+        ((H, W.to("meta"), Y), {}, "must be on one device, got cpu, meta, cpu"),
+        ((H, W, Y), {"bias": torch.zeros(9, device="meta")}, "must be on one device, got cpu, cpu, cpu, meta"),
+        ((H, W.to(torch.int8), Y), {}, "the output layer's weight is torch.int8; give both one floating point dtype"),
         ((H, W, Y), {"bias": torch.zeros(4)}, r"bias of shape \(4,\) does not fit 9"),
         ((H, W, Y), {"softcap": 0.0}, "softcap must be a positive number"),
         ((H, W, Y), {"softcap": math.inf}, "softcap must be a positive number"),

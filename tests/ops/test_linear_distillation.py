@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from distillation_cases import HEADS, LOSSES, answer, as_dtype, case, in_float64, teacher_of, upcast
 from head_cases import error, live_bytes, make, weights_of
-from torchrun import call as call_in_processes
+from ranks import call as call_in_processes
 
 from lit_fused.errors import UserError
 from lit_fused.ops import TeacherHead, linear_distillation, linear_distillation_reference
@@ -53,15 +53,6 @@ def test_in_lower_precision_errors_are_at_most_twice_those_of_upcast_logits(head
         assert error(ours, exact) <= 2 * error(theirs, exact) + floor
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_a_mean_over_no_tokens_has_gradients_of_zero(recompute):
-    tensors, targets, teacher, _ = case("plain")
-    options: Any = {"reduction": "sum", "recompute": recompute}
-    hidden, weight, *_ = tensors
-    loss, _ = linear_distillation(hidden, weight, torch.full_like(targets, -100), teacher, **options)
-    assert not any(gradient.any() for gradient in torch.autograd.grad(loss / 0, (hidden, weight)))
-
-
 def test_a_teacher_computes_in_its_own_precision_and_gets_no_gradient():
     tensors, targets, teacher, options = case("everything", torch.float32)
     half = as_dtype(teacher, torch.bfloat16)
@@ -83,16 +74,6 @@ def test_a_teacher_that_changed_before_a_backward_that_reads_it_is_refused_as_to
         loss.backward()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_a_student_in_float64_computes_in_it_what_follows_its_teachers_products(temperature):
-    tensors, targets, teacher, options = case("everything", torch.float64)
-    single, options["temperature"] = as_dtype(teacher, torch.float32), temperature
-    truth = answer(linear_distillation_reference, tensors, targets, upcast_teacher(single), **options)
-    found = answer(linear_distillation, tensors, targets, single, **options)
-    for ours, exact in zip([found[0], *found[2]], [truth[0], *truth[2]], strict=True):
-        torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-12)
-
-
 def upcast_teacher(half: TeacherHead) -> TeacherHead:
     products = (half.hidden_states @ half.weight.T).double()
     assert half.bias is not None
@@ -108,16 +89,6 @@ def test_under_autocast_both_heads_compute_in_its_dtype():
     for ours, theirs, exact in zip(found[2], usual[2], truth[2], strict=True):
         assert ours.dtype == torch.float32
         assert error(ours, exact) <= 2 * error(theirs, exact)
-
-
-def test_a_student_equal_to_its_teacher_has_no_divergence_and_no_gradient():
-    (hidden, weight), targets = make()
-    teacher = TeacherHead(hidden.detach(), weight.detach())
-    for kind in ("forward_kl", "reverse_kl", "jsd"):
-        loss, stats = linear_distillation(hidden, weight, targets, teacher, divergence=kind)
-        assert abs(loss.item()) < 1e-14
-        assert all(g.abs().max() < 1e-14 for g in torch.autograd.grad(loss, (hidden, weight)))
-        torch.testing.assert_close(stats["teacher_nll"], stats["nll"])
 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
@@ -175,11 +146,8 @@ def test_memory_is_a_chunk_of_each_and_the_gradients():
     [
         ({"divergence": "kl"}, "divergence must be one of forward_kl, reverse_kl, jsd, got 'kl'"),
         ({"divergence": "jsd", "beta": 1.0}, "beta must lie between 0 and 1, got 1.0"),
-        ({"temperature": 0.0}, "temperature must be a positive number, got 0.0"),
-        ({"divergence_weight": -1.0}, "divergence_weight must be a number of at least 0"),
         ({"divergence_weight": 0.0}, "both 0, so there is no loss"),
         ({"label_smoothing": 0.1}, "no label_smoothing"),
-        ({"scale": 0.0}, "scale must be a number other than zero"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_with_a_sentence(options, message):

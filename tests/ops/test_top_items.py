@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from head_cases import live_bytes
+from ranks import call as call_in_processes
 from torch import Tensor
-from torchrun import call as call_in_processes
 
 import lit_fused
 from lit_fused.errors import UserError
@@ -61,15 +61,6 @@ def test_equal_scores_are_ordered_by_their_items_in_every_dtype(dtype):
     assert found.items.tolist() == [row[:10] for row in expected]
     assert found.ranks is not None
     assert found.ranks.tolist() == [row.index(t) for row, t in zip(expected, targets.tolist(), strict=True)]
-
-
-def test_a_table_of_zeros_gives_the_first_items():
-    found = lit_fused.top_items(
-        torch.ones(3, 4), torch.zeros(9, 4), 4, [[0], [], [1, 2]], targets=torch.tensor([3] * 3)
-    )
-    assert found.items.tolist() == [[1, 2, 3, 4], [0, 1, 2, 3], [0, 3, 4, 5]]
-    assert found.ranks is not None
-    assert found.ranks.tolist() == [2, 3, 1]
 
 
 def test_an_excluded_target_is_behind_all_items_and_no_target_has_no_rank():

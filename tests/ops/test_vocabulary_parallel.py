@@ -1,7 +1,5 @@
 """The chunked head with its vocabulary divided over three real processes, against the float64 reference."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,10 +9,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from head_cases import FEATURES, NAMES, choice, error, make, run, scored
 from kernels_of import kernels_of
+from ranks import call as call_in_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torchrun import call as call_in_processes
 
 from lit_fused import LinearCrossEntropyLoss, UserError
 from lit_fused.heads import OutputHead
@@ -165,7 +163,7 @@ def work(rank: int, folder: Path, calls: list[Call]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     groups: dict[int, Any] = {ranks: dist.new_group(list(range(ranks))) for ranks in (2, 3)}
-    results, sent, scores = {}, {}, {}
+    results, scores = {}, {}
     for call in calls:
         sizes = SPLITS[call.split]
         if rank >= len(sizes):
@@ -175,9 +173,8 @@ def work(rank: int, folder: Path, calls: list[Call]) -> None:
         tensors, _, _ = inputs(call)
         with torch.no_grad():
             tensors[1:] = [t[start : start + sizes[rank]] for t in tensors[1:]]
-        with kernels_of(call.kernels), counted() as numbers:
+        with kernels_of(call.kernels):
             results[call] = compute(call, tensors, shard)
-        sent[call] = sum(numbers)
         of_kernels = call.kernels == "hopper" and call.split == "two_ranks"
         if of_kernels or (not call.kernels and (call.feature, call.reduction) == ("everything", "none")):
             with kernels_of(call.kernels):
@@ -186,29 +183,9 @@ def work(rank: int, folder: Path, calls: list[Call]) -> None:
     heads = {name: head_answers(head_of(name, mesh)) for name in HEADS}
     shard = VocabularyShard(33 * rank, 97, 33, groups[3])
     sure = [confident(options, 33 * rank, shard) for options in WAYS_OF_CONFIDENT]
-    saved = {"results": results, "sent": sent, "heads": heads, "scores": scores, "confident": sure}
+    saved = {"results": results, "heads": heads, "scores": scores, "confident": sure}
     torch.save(saved, folder / f"{rank}.pt")
     dist.destroy_process_group()
-
-
-@contextmanager
-def counted() -> Iterator[list[int]]:
-    """Watch a block: the sizes of what this rank contributes to collectives are appended to the list."""
-    numbers: list[int] = []
-    own = dist.all_gather, dist.all_reduce
-
-    def counting(function: Callable[..., Any], place: int) -> Callable[..., Any]:
-        def call(*tensors: Any, **options: Any) -> Any:
-            numbers.append(tensors[place].numel())
-            return function(*tensors, **options)
-
-        return call
-
-    dist.all_gather, dist.all_reduce = counting(own[0], 1), counting(own[1], 0)
-    try:
-        yield numbers
-    finally:
-        dist.all_gather, dist.all_reduce = own
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,10 @@ import re
 
 import pytest
 import torch
-import torch.nn.functional as F
 from errors_of import relative_error
-from head_cases import grad_of
 from lightning_helpers import loader, quiet_trainer
-from parallel_cases import CLIP, PER_STEP, STEPS, Case, backbone, batches
-from parallel_fits import COMPILED, MATRIX, STRATEGIES, judge, launch, result_of
+from parallel_cases import CLIP, Case, backbone, batches
+from parallel_fits import COMPILED, MATRIX, STRATEGIES, fit, folder_of, judge, launch, resume
 
 from lit_fused import FusedCausalLMModule
 from lit_fused.parallel import clip_to_norm, total_norm
@@ -52,11 +50,10 @@ SHARDED += [Case("fsdp2_kept", "llama"), Case("fsdp2_kept", "llama_tied")]
     ids=["pipelines", "schedules", "sharded", "others", "filtered"],
 )
 def test_most_of_the_matrix_equals_one_process(cases, tmp_path):
-    launch(tmp_path, "run", cases, timeout=800)
     wrong = {}
-    for case in cases:
+    for case, found in launch(fit, cases, tmp_path, timeout=800).items():
         try:
-            judge(case, tmp_path)
+            judge(case, found, tmp_path)
         except AssertionError as error:
             wrong[str(case)] = str(error)
     assert not wrong
@@ -68,9 +65,8 @@ def test_most_of_the_matrix_equals_one_process(cases, tmp_path):
 def test_compiled_layers_on_two_ranks_equal_one_process_without(tmp_path):
     cases = [case for case in COMPILED if case.strategy in ("ddp", "fsdp2", "pp")]
     cases += [case for case in COMPILED if case.strategy == "tp"][:1]
-    launch(tmp_path, "run", cases, timeout=250)
-    for case in cases:
-        judge(case, tmp_path)
+    for case, found in launch(fit, cases, tmp_path, timeout=250).items():
+        judge(case, found, tmp_path)
 
 
 MASKED = [Case(strategy, "masked_eurobert_tied") for strategy in ("ddp", "fsdp2", "tp", "pp")]
@@ -84,12 +80,11 @@ MASKED_REFUSALS = {
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_masked_language_models_on_two_ranks_equal_one_process(tmp_path):
-    launch(tmp_path, "run", [*MASKED, *MASKED_REFUSALS], timeout=250)
+    found = launch(fit, [*MASKED, *MASKED_REFUSALS], tmp_path, timeout=250)
     for case in MASKED:
-        judge(case, tmp_path)
+        judge(case, found[case], tmp_path)
     for case, reason in MASKED_REFUSALS.items():
-        refusal = torch.load(result_of(case, tmp_path), weights_only=False)["refusal"]
-        assert reason in refusal, refusal
+        assert reason in found[case]
 
 
 RESUMED = [
@@ -104,46 +99,16 @@ RESUMED = [
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("cases", [RESUMED, [Case("fsdp2_tp", "qwen3_tied")]], ids=["two ranks", "four ranks"])
 def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one_and_its_file_loads_anywhere(cases, tmp_path):
-    launch(tmp_path, "resume", cases, timeout=250)
-    for case in cases:
-        result = torch.load(result_of(case, tmp_path), weights_only=False)
+    for case, result in launch(resume, cases, tmp_path, timeout=250).items():
         assert relative_error(result["resumed"], result["at once"]) <= 1e-6, case
 
     for case in cases:
         if case.strategy == "fsdp2_kept":
-            checkpoint = result_of(case, tmp_path).parent / "checkpoints" / "last.ckpt"
+            checkpoint = folder_of(case, tmp_path) / "checkpoints" / "last.ckpt"
             module = FusedCausalLMModule(backbone(case.model))
             trainer = quiet_trainer(tmp_path, max_epochs=3, accumulate_grad_batches=2, gradient_clip_val=CLIP)
             trainer.fit(module, loader(batches()[:4]), ckpt_path=checkpoint)
             assert trainer.current_epoch == 3
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_parameters_that_no_optimiser_has_are_neither_counted_nor_scaled(tmp_path):
-    cases = [Case(strategy, "llama") for strategy in ("ddp", "fsdp2", "tp", "pp_gpipe")]
-    launch(tmp_path, "partial", cases, timeout=150)
-    for case in cases:
-        model = backbone(case.model, case.layers).double()
-        parts = {n: p for n, p in model.named_parameters() if "q_proj" in n or "lm_head" in n}
-        start, left = {n: p.detach().clone() for n, p in model.named_parameters()}, {}
-        for step in range(STEPS):
-            window = batches()[step * PER_STEP : (step + 1) * PER_STEP]
-            ids, labels = (torch.cat([b[name] for b in window]) for name in ("input_ids", "labels"))
-            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
-            loss = F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
-            model.zero_grad()
-            loss.backward()
-            for name, p in model.named_parameters():
-                if name not in parts:
-                    left[name] = left.get(name, 0) + grad_of(p) / 4096 / case.data_parallel
-                p.grad = grad_of(p) / (labels[:, 1:] != -100).sum()
-            torch.nn.utils.clip_grad_norm_(parts.values(), CLIP)
-            torch.optim.SGD(parts.values(), lr=1.0).step()
-        found = torch.load(result_of(case, tmp_path), weights_only=False)
-        changes = {n: p - start[n] for n, p in found["weights"].items()}
-        assert relative_error(changes, {n: p - start[n] for n, p in model.named_parameters()}) < 1e-4, case
-        assert relative_error({n: found["left"][n] for n in left}, left) < 1e-4, case
 
 
 @pytest.mark.timeout(180)
@@ -154,10 +119,8 @@ def test_what_would_be_wrong_is_refused_before_training(tmp_path):
         Case("tp", "qwen3_wrong_plan"): "plan changes Qwen3ForCausalLM: divided over ranks, .*[qk]_norm.weight or its",
         Case("tp_unlike", "llama"): "ranks of one tensor-parallel group got different batches",
     }
-    for what in ("run", "score"):
-        launch(tmp_path / what, what, list(refused), timeout=80)
-        for case, message in refused.items():
-            assert re.search(message, torch.load(result_of(case, tmp_path / what), weights_only=False)["refusal"])
+    for case, found in launch(fit, [*refused], tmp_path, timeout=80).items():
+        assert re.search(refused[case], found)
 
 
 def test_the_norm_of_sharded_gradients_counts_each_once():

@@ -2,7 +2,7 @@
 
 import ast
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +13,11 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
 )
 from tiny_models import tiny_model
-from torch import nn
 
 import lit_fused
 from lit_fused import LanguageModel, LinearCrossEntropyLoss, UserError
 from lit_fused.models.compilation import compile_backbone
-from lit_fused.parallel import FSDP2Strategy, ReplicatedStrategy, collectives, placement_of
+from lit_fused.parallel import FSDP2Strategy, ReplicatedStrategy, placement_of
 from lit_fused.parallel.placement import OneDevice, Replicated
 from lit_fused.parallel.sharded import Sharded
 from lit_fused.pipeline import PipelineStrategy
@@ -53,13 +52,6 @@ def test_lightnings_fsdp1_is_refused_at_set_up_by_a_sentence_that_names_fsdp2():
     assert "\n" not in str(said.value)
 
 
-def test_a_module_without_a_trainer_is_on_one_device():
-    placement = placement_of(None)
-    assert (placement.is_sharded, placement.is_global_zero, placement.data_parallel_size) == (False, True, 1)
-    with placement.whole_weights(nn.Linear(2, 2)) as weights:
-        assert weights is None
-
-
 @pytest.mark.parametrize(("how", "cuts"), [("none", False), ("regional", False), ("whole", True)])
 def test_ddp_cuts_a_compiled_graph_at_its_buckets_only_if_it_is_of_the_whole_model(how, cuts):
     model = LanguageModel(tiny_model("llama"), LinearCrossEntropyLoss())
@@ -84,15 +76,3 @@ def test_no_strategy_is_told_by_its_class_outside_of_parallel():
                 if any(name.endswith("Strategy") for name in names):
                     found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
     assert found == []
-
-
-def test_batches_of_slices_are_compared(monkeypatch):
-    monkeypatch.setattr(collectives, "objects_of_ranks", lambda own, group: [own])
-    numbers, half, group = torch.arange(12).view(3, 4), torch.ones(3, 4).bfloat16(), cast(Any, None)
-    batch = {
-        "column": numbers[:, :1],
-        "one": numbers[:1, :1].t(),
-        "none": numbers[:0],
-        "half": half[:, 1],
-    }
-    collectives.check_same_batch(batch, group, "ranks")

@@ -1,9 +1,8 @@
 """Preferences under every strategy, in two processes, against one process."""
 
 import pytest
-import torch
-from strategy_cases import JOB, assert_as_in_one_process
-from torchrun import run
+from ranks import each
+from strategy_cases import assert_as_in_one_process, fit
 
 CASES = {
     "dpo_model": {
@@ -28,6 +27,4 @@ def test_two_processes_train_as_one_does_or_say_why_not(tmp_path):
 
 @pytest.mark.slow
 def test_stored_sums_are_used_as_they_are_in_half_precision(tmp_path):
-    run(JOB, 2, tmp_path, "watched:fsdp2:bf16-true", timeout=120)
-    for file in tmp_path.glob("*.pt"):
-        assert torch.load(file)["metrics"], file
+    assert each(fit, 2, [("watched", "fsdp2")], tmp_path, "bf16-true")["watched", "fsdp2"]["metrics"]

@@ -12,19 +12,16 @@ import torch.distributed as dist
 from composed import composed
 from hydra.utils import instantiate
 from peft import LoraConfig, get_peft_model
+from ranks import call
 from tiny_models import TinyBackbone, tiny_model
-from tiny_seq2seq import tiny_seq2seq
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torchrun import call
 
-from lit_fused import CrossEntropyLoss, LinearCrossEntropyLoss, ModelInternalLoss, UserError
+from lit_fused import LinearCrossEntropyLoss, UserError
 from lit_fused.app.commands import MODES
 from lit_fused.app.config import check_config
 from lit_fused.models.language_model import LanguageModel
-from lit_fused.models.seq2seq_language_model import Seq2SeqLanguageModel
 from lit_fused.parallel import FSDP2Strategy
 from lit_fused.parallel.tensor import check_plan, divide
 
@@ -66,26 +63,10 @@ def test_what_cannot_be_divided_exactly_is_refused_by_name(what):
         check_plan(LanguageModel(build(), LinearCrossEntropyLoss()), ranks, training=True)
 
 
-def test_an_encoder_decoder_is_refused():
-    with pytest.raises(UserError, match="tensor-parallel plan of T5ForConditionalGeneration has no layers"):
-        check_plan(Seq2SeqLanguageModel(tiny_seq2seq("t5"), LinearCrossEntropyLoss()), 2, training=True)
-
-
 @pytest.mark.parametrize("loss", ["cce", "torch_native", "torch_compile", "liger"])
 def test_a_backend_without_a_vocabulary_parallel_form_is_refused(loss):
     with pytest.raises(UserError, match=f"loss={loss} has no vocabulary-parallel form.*choose loss=chunked"):
         check_plan(LanguageModel(tiny_model("llama"), LinearCrossEntropyLoss(loss)), 2, training=True)
-
-
-def test_a_function_of_ones_own_is_refused():
-    with pytest.raises(UserError, match="loss=CallableLoss has no vocabulary-parallel form"):
-        check_plan(LanguageModel(tiny_model("llama"), nn.CrossEntropyLoss()), 2, training=True)
-
-
-@pytest.mark.parametrize("loss", [LinearCrossEntropyLoss, CrossEntropyLoss, ModelInternalLoss])
-@pytest.mark.parametrize("model", ["llama", "llama_tied", "qwen3", "gemma2", "phi", "gpt_neox"])
-def test_what_is_exact_is_let_through(model, loss):
-    check_plan(LanguageModel(tiny_model(model), loss()), 2, training=True)
 
 
 def test_dropout_does_not_matter_where_nothing_is_trained():
@@ -172,37 +153,6 @@ def gradient_of(model: Any) -> Tensor:
     tokens = torch.arange(12).view(2, 6)
     model(input_ids=tokens, use_cache=False).logits.square().sum().backward()
     return model.model.norm.weight.grad
-
-
-class SummedDtypes(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[torch.dtype] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "all_reduce" in str(func):
-            self.found.append(args[0].dtype)
-        return func(*args, **kwargs or {})
-
-
-def dtypes_of_sums(rank: int, folder: Path) -> None:
-    """Save, on the first rank, the dtypes of what a backward pass under autocast sums over two ranks."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    model: Any = LanguageModel(built(""), LinearCrossEntropyLoss())
-    divide(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tensor_parallel",)), torch.device("cpu"))
-    with torch.autocast("cpu", torch.bfloat16):
-        hidden_states = model.backbone.model(input_ids=torch.arange(12).view(2, 6), use_cache=False).last_hidden_state
-    with SummedDtypes() as sums:
-        hidden_states.sum().backward()
-    if rank == 0:
-        torch.save(sums.found, folder / "found.pt")
-    dist.barrier()
-
-
-def test_under_autocast_gradients_of_inputs_are_summed_in_its_dtype(tmp_path):
-    call(dtypes_of_sums, 2, tmp_path, timeout=60)
-    layers = built("").config.num_hidden_layers
-    assert torch.load(tmp_path / "found.pt") == 2 * layers * [torch.bfloat16]  # attention, and what follows it
 
 
 @pytest.mark.parametrize(("kind", "of_a_layer"), [("as it comes", 4), ("input used twice", 7)])

@@ -11,17 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from errors_of import relative_error
+from ranks import call
 from tiny_models import tiny_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
-from torchrun import call
 from transformers import AutoConfig, AutoModelForCausalLM
 from vision_cases import tiny
 
 from lit_fused import LanguageModel, LinearCrossEntropyLoss, UserError
-from lit_fused.models.compilation import blocks, closed_blocks
+from lit_fused.models.compilation import blocks
 from lit_fused.parallel import sharded
 
 TOKENS = torch.arange(24).view(2, 12)
@@ -180,15 +180,3 @@ def test_an_architecture_of_each_kind_trains_as_one_process(tmp_path):
     names = sorted(architectures.OF_EACH_KIND - {"mobilebert-masked", "musicgen-causal"})  # They are refused.
     assert len(names) > 15
     judge(tmp_path, names, timeout=200)
-
-
-def test_a_layer_inside_of_another_is_no_block_of_its_own_unless_the_outer_one_shares_a_part():
-    model, _ = of("zamba2-causal")
-    every, closed = blocks(model.backbone), closed_blocks(model.backbone)
-    shared = [block for block in every if type(block).__name__ == "Zamba2HybridLayer"]
-    assert [block for block in every if block not in shared] == closed
-    for name in ("llama-causal", "openai-gpt-causal"):  # The layers of the second share a function without weights.
-        backbone = of(name)[0].backbone
-        assert closed_blocks(backbone) == blocks(backbone)
-    inner = nn.ModuleList([nn.Linear(2, 2), nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]))])
-    assert blocks(nn.ModuleList([inner])) == [*inner]

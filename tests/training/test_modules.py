@@ -25,7 +25,7 @@ from lit_fused import (
     UserError,
     filtered,
 )
-from lit_fused.losses import Loss, LossOutput
+from lit_fused.losses import Loss
 from lit_fused.training.optimizers import weight_decay_groups
 
 LOSSES: dict[str, Any] = {
@@ -81,27 +81,6 @@ def test_accumulated_ragged_micro_batches_equal_one_large_batch(name, tmp_path):
     assert [logged["train/loss"] for logged in module.logged] == pytest.approx(losses, rel=1e-6)
 
 
-class OwnMean(FusedCausalLMModule):
-    def training_step(self, batch, batch_idx):
-        return self.model(batch).loss
-
-
-class OwnMeanAfterSuper(FusedCausalLMModule):
-    def training_step(self, batch, batch_idx):
-        super().training_step(batch, batch_idx)
-        return self.model(batch).loss
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("module", [OwnMean, OwnMeanAfterSuper])
-def test_a_training_step_that_returns_its_own_mean_is_refused_in_the_first_step(module, accumulate, tmp_path):
-    trainer = quiet_trainer(tmp_path, max_steps=2, accumulate_grad_batches=accumulate)
-    with pytest.raises(
-        UserError, match=f"{module.__name__}.training_step must return what super.*override compute_loss"
-    ):
-        trainer.fit(module(tiny_llama()), loader(ragged_batches(4)))
-
-
 def test_a_subclass_may_change_the_loss_and_log_beside_it(tmp_path):
     class Doubled(Spy):
         def compute_loss(self, batch):
@@ -143,31 +122,6 @@ def test_validation_metrics_are_those_of_all_tokens_at_once(tmp_path):
 
     found = trainer.test(FusedCausalLMModule(model), loader(batches), verbose=False)[0]
     assert found == pytest.approx({k.replace("val", "test"): v for k, v in expected.items()}, rel=1e-6)
-
-
-class Sums(Spy):
-    """Keeps what every micro-batch gave."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.outputs: list[LossOutput] = []
-
-    def compute_loss(self, batch: Any) -> LossOutput:
-        output = super().compute_loss(batch)
-        if torch.is_grad_enabled():
-            self.outputs.append(output)
-        return output
-
-
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_a_step_that_states_a_count_of_zero_moves_no_weight(accumulated, tmp_path):
-    batches = [batch | {"labels": torch.full_like(batch["labels"], -100)} for batch in ragged_batches(2)]
-    module = Spy(tiny_llama(), None, partial(torch.optim.SGD, lr=1.0))
-    before = {name: p.double() for name, p in module.named_parameters()}
-    stating: list[Any] = [batch | {"num_items_in_batch": 0} for batch in batches]
-    fit(module, stating, tmp_path, accumulate_grad_batches=accumulated)
-    assert module.norms == [0.0] * (2 // accumulated)
-    assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
 
 
 @pytest.mark.parametrize("loss", [LinearCrossEntropyLoss, CrossEntropyLoss])
@@ -274,32 +228,6 @@ def test_a_loss_functions_mean_over_no_labels_is_not_counted(mean, accumulated, 
     assert found[0] == found[1]
 
 
-FILTER_METRICS = ["train/dropped_mass", "train/kept_columns", "train/exact_tokens"]
-
-
-def test_a_filtered_loss_trains_and_logs_the_means_of_what_it_filters(tmp_path):
-    batches = ragged_batches(6)  # one without any valid label
-    loss = LinearCrossEntropyLoss(partial(filtered.linear_cross_entropy, filter_eps=0.002))
-    module = Sums(tiny_llama(), loss, partial(torch.optim.AdamW, lr=1e-2), get_constant_schedule)
-    trainer = quiet_trainer(tmp_path, max_epochs=30, check_val_every_n_epoch=30, accumulate_grad_batches=2)
-    trainer.fit(module, loader(batches), loader(batches[:2]))
-    assert module.logged[-1]["train/loss"] < 0.05 * module.logged[0]["train/loss"]
-    assert len(module.logged) == 90
-    for step, logged in enumerate(module.logged):
-        window = module.outputs[2 * step : 2 * step + 2]
-        tokens = sum(output.num_tokens.item() for output in window)
-        for name in FILTER_METRICS:
-            sums = [output.stats[name.removeprefix("train/")].item() for output in window]
-            assert logged[name] == pytest.approx(sum(sums) / tokens, rel=1e-6)
-            assert 0 <= logged[name] <= 1
-    first, later = module.logged[0], [row for row in module.logged if row["train/exact_tokens"] < 0.5]
-    assert first["train/exact_tokens"] == first["train/kept_columns"] == 1, "a flat distribution is not to be filtered"
-    assert len(later) > 10, "one that has learned something is"
-    assert all(row["train/kept_columns"] < 1 and 0 < row["train/dropped_mass"] < 0.1 for row in later)
-    assert "val/loss" in trainer.callback_metrics
-    assert not trainer.callback_metrics.keys() & {name.replace("train", "val") for name in FILTER_METRICS}
-
-
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-true"])
 @pytest.mark.parametrize(
     "loss",
@@ -348,31 +276,9 @@ def test_the_learning_rate_warms_up_and_decays_by_optimiser_steps(tmp_path):
     assert rates == pytest.approx([0.0, 0.5] + [0.5 * (1 + math.cos(math.pi * i / 4)) for i in range(4)])
 
 
-def test_a_schedule_without_an_end_is_refused(tmp_path):
-    trainer = quiet_trainer(tmp_path, max_steps=-1, max_epochs=-1)
-    with pytest.raises(UserError, match=r"set trainer.max_steps or trainer.max_epochs"):
-        trainer.fit(FusedCausalLMModule(tiny_llama()), loader(ragged_batches(2)))
-
-
 def checkpointed(folder: Path, **options: Any) -> L.Trainer:
     callbacks = [ModelCheckpoint(folder, save_last=True, every_n_train_steps=2, save_top_k=0)]
     return quiet_trainer(folder, enable_checkpointing=True, callbacks=callbacks, **options)
-
-
-def test_a_run_resumed_between_epochs_ends_with_the_weights_of_an_uninterrupted_one(tmp_path):
-    batches = ragged_batches(2)
-
-    def module(seed: int = 0) -> FusedCausalLMModule:
-        return FusedCausalLMModule(tiny_llama(seed), scheduler=get_constant_schedule)
-
-    whole, first_half, second_half = module(), module(), module(seed=5)
-    checkpointed(tmp_path / "whole", max_steps=4, precision="64-true").fit(whole, loader(batches))
-    checkpointed(tmp_path / "half", max_steps=2, precision="64-true").fit(first_half, loader(batches))
-    trainer = checkpointed(tmp_path / "resumed", max_steps=4, precision="64-true")
-    trainer.fit(second_half, loader(batches), ckpt_path=tmp_path / "half" / "last.ckpt")
-    assert trainer.global_step == 4
-    for (name, p), q in zip(whole.named_parameters(), second_half.parameters(), strict=True):
-        assert torch.equal(p, q), name
 
 
 def test_a_checkpoint_holds_hugging_face_names_under_one_prefix(tmp_path):

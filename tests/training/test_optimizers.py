@@ -7,27 +7,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from commands import SYNTHETIC, TINY_MODEL, train
-from composed import composed
 from errors_of import relative_error
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 from parallel_cases import CLIP, EPSILON, LEARNING_RATE, PER_STEP, Case, backbone, batches
-from parallel_fits import launch, result_of
+from parallel_fits import fit, launch, resume
+from ranks import call
 from tiny_models import tiny_batch, tiny_model
-from torch.distributed.tensor import DTensor
 from torch.optim import _muon as torch_muon
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, IterableDataset
-from torchrun import call
 from transformers import get_constant_schedule
 
-from lit_fused import FusedCausalLMModule, FusedPolicyModule, FusedPreferenceModule, UserError
-from lit_fused.app.commands import MODES
-from lit_fused.app.config import check_config
+from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.data import SyntheticDataModule
 from lit_fused.parallel import FSDP2Strategy
 from lit_fused.training import (
@@ -126,11 +119,11 @@ REFUSED = {
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_several_processes_end_with_the_weights_of_one(tmp_path, monkeypatch):
-    launch(tmp_path, "run", [*MANY, *REFUSED], timeout=500)
+    fits = launch(fit, [*MANY, *REFUSED], tmp_path, timeout=500)
     for case, said in REFUSED.items():
-        assert re.search(said, torch.load(result_of(case, tmp_path), weights_only=False)["refusal"]), case
+        assert re.search(said, fits[case]), case
     for case in MANY:
-        found = torch.load(result_of(case, tmp_path), weights_only=False)
+        found = fits[case]
         start = {name: p.detach().double() for name, p in backbone(case.model, case.layers).named_parameters()}
         alone = weights(fitted(tmp_path, OPTIMIZERS[case.optimizer], case.model, case.layers))
         with monkeypatch.context() as patch:
@@ -146,9 +139,7 @@ def test_several_processes_end_with_the_weights_of_one(tmp_path, monkeypatch):
 def test_they_resume(tmp_path):
     cases = [Case(strategy, "llama", optimizer=name) for name in ("muon", "fused") for strategy in ("fsdp2", "tp")]
     cases.append(Case("pp", "llama", optimizer="muon"))
-    launch(tmp_path, "resume", cases, timeout=500)
-    for case in cases:
-        result = torch.load(result_of(case, tmp_path), weights_only=False)
+    for case, result in launch(resume, cases, tmp_path, timeout=500).items():
         assert relative_error(result["resumed"], result["at once"]) <= 1e-6, case
 
 
@@ -188,15 +179,6 @@ def test_without_an_optimizer_and_a_schedule_there_are_the_documented_ones(tmp_p
     assert type(optimizer) is torch.optim.AdamW
     groups = [(g["initial_lr"], g["betas"], g["weight_decay"], g["eps"]) for g in optimizer.param_groups]
     assert groups == [(3e-4, (0.9, 0.95), 0.1, 1e-8), (3e-4, (0.9, 0.95), 0.0, 1e-8)]
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "data"),
-    [(FusedPreferenceModule, "preference", "preference"), (FusedPolicyModule, "policy", "rollouts")],
-)
-def test_the_learning_rate_of_answers_is_that_of_the_command_line(module, name, data):
-    config = composed(f"module={name}", f"data={data}")
-    assert module(tiny_llama()).make_optimizer.keywords["lr"] == config.optimizer.lr
 
 
 @pytest.mark.parametrize(
@@ -252,71 +234,6 @@ def test_adamw_with_8_bits_resumes_with_the_same_bits(tmp_path):
     assert moments == {torch.uint8, torch.float32}
     again = fitted(bitsandbytes.optim.AdamW8bit, tmp_path / "step=3.ckpt")
     assert all(torch.equal(weight, weights(again)[name]) for name, weight in weights(through).items())
-
-
-def test_without_bitsandbytes_a_sentence_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
-    sentence = r"cannot import bitsandbytes.optim.AdamW8bit .*pip install 'lit-fused\[bitsandbytes\]'"
-    with pytest.raises(UserError, match=sentence):
-        check_config(composed("optimizer=adamw_8bit"), MODES)
-
-
-@pytest.mark.slow
-def test_a_run_with_8_bits_is_resumed_by_its_path(tmp_path):
-    pytest.importorskip("bitsandbytes")
-    sizes = [*TINY_MODEL, "model.config.hidden_size=64", *SYNTHETIC, "trainer.accelerator=cpu"]
-    done = train(tmp_path, *sizes, "optimizer=adamw_8bit", "trainer.max_steps=2", "hydra.run.dir=out")
-    assert done.status == 0, done.output
-    again = train(tmp_path, "ckpt_path=out/checkpoints/last.ckpt", "trainer.max_steps=3", "hydra.run.dir=on")
-    assert again.status == 0, again.output
-
-
-class OnDistributedTensors(TorchDispatchMode):
-    """Notes the operations that get a distributed tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            self.operations.add(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-class StepsWatched(L.Callback):
-    """Watches from the end of backward to the end of the optimiser's second step."""
-
-    def __init__(self) -> None:
-        self.seen: OnDistributedTensors | None = None
-
-    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.global_step == 1:
-            self.seen = OnDistributedTensors()
-            self.seen.__enter__()
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        if self.seen is not None and trainer.global_step == 2:
-            self.seen.__exit__(None, None, None)
-
-
-def watch_steps(rank: int, folder: Path, fused: bool) -> None:
-    optimizer, watched = partial(torch.optim.AdamW, lr=1e-3, fused=fused), StepsWatched()
-    module = FusedCausalLMModule(tiny_llama(), optimizer=optimizer, scheduler=get_constant_schedule)
-    options: dict[str, Any] = {"devices": 1, "strategy": FSDP2Strategy(), "gradient_clip_val": 0.1, "max_steps": 2}
-    trainer = quiet_trainer(folder, callbacks=[watched], **options)
-    trainer.fit(module, loader(ragged_batches(4)))
-    assert watched.seen is not None
-    state = trainer.optimizers[0].state.values()
-    are_distributed = all(isinstance(entry["exp_avg"], DTensor) for entry in state)
-    torch.save({"operations": watched.seen.operations, "are_distributed": are_distributed}, folder / "found.pt")
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_norm_clipping_and_adam_work_on_a_ranks_own_parts_and_leave_the_state_distributed(tmp_path, fused):
-    call(watch_steps, 1, tmp_path, fused, timeout=100)
-    assert torch.load(tmp_path / "found.pt") == {"operations": set(), "are_distributed": True}
 
 
 def step_as_on_a_gpu(rank: int, folder: Path) -> None:

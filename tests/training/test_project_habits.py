@@ -96,11 +96,6 @@ def test_a_module_is_called_as_its_backbone_is():
     assert torch.equal(module(ids).logits, model(ids).logits)
 
 
-def test_an_optimizer_alone_keeps_its_rate(tmp_path):
-    _, rates = fit(FusedCausalLMModule(tiny_llama(), optimizer=partial(torch.optim.SGD, lr=0.3)), tmp_path)
-    assert rates == [[0.3, 0.3]] * len(BATCHES)
-
-
 def test_optimizer_and_scheduler_may_be_instances_with_groups_of_ones_own(tmp_path):
     def groups(model: Any) -> list[dict[str, Any]]:
         head = [model.lm_head.weight]
@@ -145,131 +140,11 @@ def test_an_optimizer_or_scheduler_of_other_parameters_is_refused(tmp_path):
         fit(FusedCausalLMModule(tiny_llama(), scheduler=StepLR(other, 1)), tmp_path)
 
 
-@pytest.mark.slow  # importing the compiler takes seconds
-def test_a_compiled_module_says_what_to_compile_instead(tmp_path):
-    compiled: Any = torch.compile(FusedCausalLMModule(tiny_llama()))
-    with pytest.raises(UserError, match=r'torch.compile.FusedCausalLMModule.*compile="regional"'):
-        fit(compiled, tmp_path)
-
-
 @pytest.mark.parametrize("method", ["setup", "on_train_start"])
 def test_a_hook_that_forgets_the_one_it_overrides_is_refused(method, tmp_path):
     forgetful = type("Forgetful", (FusedCausalLMModule,), {method: lambda self, *_, **__: None})
     with pytest.raises(UserError, match=rf"Forgetful.{method} must call super\(\).{method}\(...\)"):
         fit(forgetful(tiny_llama()), tmp_path)
-
-
-def grown(module: Any) -> None:
-    module.backbone.resize_token_embeddings(70)
-
-
-class TwoOptimizers(FusedCausalLMModule):
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.automatic_optimization = False
-
-    def configure_optimizers(self) -> Any:
-        parts = map(self.backbone.get_submodule, ("model", "lm_head"))
-        return [torch.optim.SGD(part.parameters(), lr=0.3) for part in parts]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.manual_backward(super().training_step(batch, batch_idx))
-        self.average_gradients()
-        optimizers: Any = self.optimizers()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-class OwnOptimizer(FusedCausalLMModule):
-    """Steps an optimiser that Lightning does not know, of the parameters of another loss or of its own."""
-
-    def __init__(self, backbone: nn.Module, trained: str, *, automatic: bool = False) -> None:
-        super().__init__(backbone)
-        self.automatic_optimization, self.others = automatic, nn.Linear(4, 4)
-        self.own = torch.optim.SGD(self.get_submodule(trained).parameters(), lr=0.3)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.backbone.get_submodule("model").parameters(), lr=0.3)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        if self.automatic_optimization:
-            return loss
-        self.manual_backward(loss)
-        self.average_gradients()
-        optimizer: Any = self.optimizers()
-        optimizer.step()
-        optimizer.zero_grad()
-        self.others(torch.ones(1, 4)).square().sum().backward()
-        nn.utils.clip_grad_norm_(self.own.param_groups[0]["params"], 1.0)
-        self.own.step()
-        self.own.zero_grad()
-        return None
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.automatic_optimization and batch_idx % 2:
-            self.own.step()
-
-
-def test_an_optimiser_may_get_more_parameters_later(tmp_path):
-    class Adds(OwnOptimizer):
-        def on_train_epoch_start(self) -> None:
-            if self.current_epoch == 1:
-                head = [*self.backbone.get_submodule("lm_head").parameters()]
-                self.trainer.optimizers[0].add_param_group({"params": head})
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            return
-
-    module = Adds(tiny_llama(), "others", automatic=True)
-    fit(module, tmp_path, epochs=2, accumulate_grad_batches=2)
-    assert not torch.equal(module.backbone.get_parameter("lm_head.weight"), tiny_llama().lm_head.weight)
-
-
-@pytest.mark.parametrize(("trained", "automatic"), [("others", False), ("backbone.lm_head", True)])
-def test_an_optimiser_that_lightning_does_not_know_steps_with_gradients_of_another_loss_or_of_a_mean(
-    trained, automatic, tmp_path
-):
-    module = OwnOptimizer(tiny_llama(), trained, automatic=automatic)
-    start = module.get_parameter(f"{trained}.weight").detach().clone()
-    fit(module, tmp_path)
-    assert not torch.equal(module.get_parameter(f"{trained}.weight"), start)
-
-
-@pytest.mark.parametrize("kind", [FusedCausalLMModule, TwoOptimizers])
-def test_optimisers_that_are_made_anew_train_what_has_replaced_their_parameters(kind, tmp_path):
-    class Replaces(kind):
-        def on_train_epoch_start(self) -> None:
-            if self.current_epoch == 1:
-                grown(self)
-                self.trainer.strategy.setup_optimizers(self.trainer)
-                self.start = self.backbone.get_parameter("lm_head.weight").detach().clone()
-
-    module = Replaces(tiny_llama())
-    fit(module, tmp_path, epochs=2)
-    assert not torch.equal(module.backbone.get_parameter("lm_head.weight"), module.start)
-
-
-def test_an_output_layer_that_is_tied_in_the_run_trains_as_one_table(tmp_path):
-    """The optimiser keeps a parameter that nothing uses any more, and every parameter of the model is trained."""
-
-    class Ties(FusedCausalLMModule):
-        def on_train_start(self) -> None:
-            super().on_train_start()
-            table = self.backbone.get_parameter("model.embed_tokens.weight")
-            self.backbone.get_submodule("lm_head").weight = table
-
-    module, model = Ties(tiny_llama(), None, partial(torch.optim.SGD, lr=0.3)), tiny_llama()
-    model.lm_head.weight = model.model.embed_tokens.weight
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    for batch in BATCHES:
-        optimizer.zero_grad()
-        model(**batch).loss.backward()
-        optimizer.step()
-    fit(module, tmp_path)
-    trained = module.backbone.get_parameter("lm_head.weight")
-    torch.testing.assert_close(trained, model.lm_head.weight, rtol=1e-4, atol=1e-5)
 
 
 ROWS: Any = [{name: value[0] for name, value in batch.items()} for batch in ragged_batches(8)]

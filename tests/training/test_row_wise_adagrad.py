@@ -23,16 +23,3 @@ def test_a_step_is_that_of_the_formula_and_the_state_is_one_number_per_row():
     for found, truth in zip((table, bias), expected, strict=True):
         torch.testing.assert_close(found.detach(), truth, rtol=1e-6, atol=0)
     assert optimizer.state[table]["sum"].shape == (5, 1)
-
-
-def test_rows_of_one_entry_are_those_of_adagrad():
-    torch.manual_seed(0)
-    ours = nn.Parameter(torch.randn(6, 1))
-    theirs = nn.Parameter(ours.detach().clone())
-    optimizers = RowWiseAdagrad([ours], lr=0.1, eps=1e-10), torch.optim.Adagrad([theirs], lr=0.1, eps=1e-10)
-    for _ in range(4):
-        gradient = torch.randn(6, 1)
-        for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
-            parameter.grad = gradient.clone()
-            optimizer.step()
-    torch.testing.assert_close(ours, theirs)

@@ -1,6 +1,5 @@
 """Lightning's searches, and fits that follow another call of a trainer, train a module as a single fit does."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.tuner.tuning import Tuner
-from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
+from lightning_helpers import quiet_trainer, ragged_batches, tiny_llama
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lit_fused import FusedCausalLMModule
-from lit_fused.callbacks import RunCheckpoint, WeightAverage
-from lit_fused.parallel.checkpoint import read_weights
+from lit_fused.callbacks import WeightAverage
 
 RATES: Any = {"min_lr": 1e-5, "max_lr": 1e-2}
 SIZES: Any = {"init_val": 2, "max_trials": 2, "steps_per_trial": 2}
@@ -134,23 +132,3 @@ def test_an_optimizer_that_was_given_has_no_hooks_of_ours_after_its_fits(tmp_pat
         trainer_of(tmp_path, Interrupts(KeyboardInterrupt)).fit(module, Rows())
     trainer_of(tmp_path).fit(module, Rows())
     assert hooks_of(optimizer) == before
-
-
-def test_an_average_of_weights_ends_with_its_fit(tmp_path):
-    backbone = tiny_llama()
-    module = FusedCausalLMModule(backbone, optimizer=torch.optim.AdamW(backbone.parameters(), lr=1e-2))
-    trainer_of(tmp_path, WeightAverage(0.5)).fit(module, Rows())
-    trainer = trainer_of(tmp_path)
-    trainer.fit(module, Rows())
-    trainer.save_checkpoint(tmp_path / "second.ckpt")
-    found = read_weights(tmp_path / "second.ckpt")
-    assert same({name: found[f"model.backbone.{name}"] for name in weights_of(module)}, weights_of(module))
-
-
-def test_each_fit_of_a_checkpoint_callback_saves_its_last_step(tmp_path):
-    saver = RunCheckpoint(tmp_path, every_n_train_steps=100)
-    for seed in range(2):
-        module = FusedCausalLMModule(tiny_llama(seed), None, partial(torch.optim.SGD, lr=0.1))
-        trainer_of(tmp_path, saver, enable_checkpointing=True).fit(module, loader(ragged_batches(6)))
-        found = read_weights(saver.last_model_path)
-        assert same({name: found[f"model.backbone.{name}"] for name in weights_of(module)}, weights_of(module))

@@ -110,6 +110,7 @@ CHANGES: dict[str, Any] = {
     "doubled": lambda self, loss: 2 * loss,
     "with a penalty": lambda self, loss: loss + 0.1 * self.backbone.lm_head.weight.square().sum(),
     "same value, other gradient": lambda self, loss: loss - loss.detach() / 2 + loss.detach() / 2 + 0 * loss.detach(),
+    "a mean of its own": lambda self, loss: self.model(ragged_batches(1)[0]).loss,
     "in a dict": lambda self, loss: {"loss": loss * 3},
     "detached": lambda self, loss: loss.detach().requires_grad_(),
 }

@@ -28,6 +28,7 @@ from lit_fused.app.ranks import end_with_parent, is_first_rank
 from lit_fused.app.reporting.runs import record_failure
 from lit_fused.app.run_folder import claim, leave_nothing
 from lit_fused.errors import Stopped, UserError, needing
+from lit_fused.ops.user_error import printable
 
 # The module of each mode in this folder. It has a function of the mode's name.
 MODES = {
@@ -51,15 +52,14 @@ def run(cfg: DictConfig) -> float | None:
     """Check the configuration and do what ``cfg.mode`` says, showing a UserError as its message. Return the metric
     ``cfg.metric`` for a sweeper that searches, else None."""
     folder, sweeps, first = Path(cfg.output_dir), HydraConfig.get().mode == RunMode.MULTIRUN, is_first_rank()
-    claimed = False
+    claimed: int | None = None  # the descriptor of the folder
     if not first:
         end_with_parent()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _stop)
     try:
         if first and (sweeps or cfg.mode in ("fit", "validate", "test")):
-            claim(folder, _beginning(cfg), cfg.ckpt_path if cfg.mode == "fit" else None)
-            claimed = True
+            claimed = claim(folder, _beginning(cfg), cfg.ckpt_path if cfg.mode == "fit" else None)
         _silence_other_packages()
         check_config(cfg, MODES)
         refuse_code_of_folders(cfg)
@@ -72,7 +72,7 @@ def run(cfg: DictConfig) -> float | None:
         return mode(cfg)
     except BaseException as raised:  # A signal raises Stopped.
         error = _before_teardown(raised)
-        if claimed:
+        if claimed is not None:
             record_failure(folder / "error.txt", error)
         if isinstance(error, UserError):
             if not first:  # The first rank mostly says the same, and this process ends with it.
@@ -87,7 +87,9 @@ def run(cfg: DictConfig) -> float | None:
         raise error from None if error is not raised else error.__cause__
     finally:
         if first and not sweeps:
-            leave_nothing(folder, claimed=claimed)
+            leave_nothing(folder, claimed=claimed is not None)
+        if claimed is not None:
+            os.close(claimed)
 
 
 def _beginning(cfg: DictConfig) -> dict[str, Any]:
@@ -115,10 +117,16 @@ def _stop(number: int, frame: FrameType | None) -> None:
         raise Stopped(number)
 
 
+def _shown(record: logging.LogRecord) -> bool:
+    """Make a message printable, which may name what a stranger's file has; return whether it is shown."""
+    record.msg, record.args = printable(record.getMessage()), ()
+    return not record.msg.startswith(_SAID_BY_LIGHTNING)
+
+
 def _silence_other_packages() -> None:
     """Suppress messages of other packages that tell a user of the command nothing, also those at their import."""
     # A warning is a sentence, without the line of source that it came from.
-    warnings.showwarning = lambda message, *_, **__: print(f"Warning: {message}", file=sys.stderr)
+    warnings.showwarning = lambda message, *_, **__: print(f"Warning: {printable(str(message))}", file=sys.stderr)
     # Tokens are read where they lie: there is nothing to load in parallel.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message="Precision .* is not supported by the model summary")
@@ -136,9 +144,7 @@ def _silence_other_packages() -> None:
     # here, and bitsandbytes products that no optimiser takes.
     for name in ("matplotlib", "datasets", "liger_kernel.backends.registry", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
-        lambda record: not record.getMessage().startswith(_SAID_BY_LIGHTNING)
-    )
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_shown)
     # It says for each save that an argument has its default value.
     logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector").setLevel(logging.WARNING)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -26,6 +26,7 @@ from lit_fused.models.generation import (
     positions,
     room_after,
 )
+from lit_fused.ops.user_error import printable
 from lit_fused.training import FusedLMModule
 
 
@@ -37,7 +38,7 @@ def generate(cfg: DictConfig) -> None:
     module, tokenizer, trainer = _trained(cfg)
     answer = _continue(cfg.prompt, options, module, tokenizer, trainer)
     is_answer = options.chat or module.backbone.config.is_encoder_decoder  # type: ignore[union-attr]
-    text = Text.assemble((cfg.prompt, "bold"), "\n\n" if is_answer else "", answer)
+    text = Text.assemble((cfg.prompt, "bold"), "\n\n" if is_answer else "", printable(answer))
     Console(highlight=False).print(text, soft_wrap=True)
 
 
@@ -52,7 +53,7 @@ def chat(cfg: DictConfig) -> None:
             messages.append({"role": "user", "content": said})
             answer = _continue(messages, options, module, tokenizer, trainer).strip()
             messages.append({"role": "assistant", "content": answer})
-            console.print(answer, markup=False, soft_wrap=True)
+            console.print(printable(answer), markup=False, soft_wrap=True)
 
 
 def _continue(

@@ -5,6 +5,7 @@ from omegaconf import DictConfig
 
 from lit_fused.data import TokenDataModule
 from lit_fused.errors import UserError
+from lit_fused.ops.user_error import printable
 
 
 def prepare(cfg: DictConfig) -> None:
@@ -12,4 +13,4 @@ def prepare(cfg: DictConfig) -> None:
     data = instantiate(cfg.data)
     if not isinstance(data, TokenDataModule):
         raise UserError(f"mode=prepare needs data that become tokens, and {type(data).__name__} is not of that kind")
-    print(data.prepared.report)
+    print(printable(data.prepared.report))

@@ -20,6 +20,7 @@ from lit_fused.app.run_folder import metric_rows, read_run_file
 from lit_fused.callbacks import ExportPretrained
 from lit_fused.callbacks.training_progress import total_steps
 from lit_fused.errors import UserError
+from lit_fused.ops.user_error import printable
 from lit_fused.training import FusedLMModule
 
 
@@ -99,7 +100,7 @@ def _warn_of_other_data(data: dict[str, Any], checkpoint: str) -> None:
     if keys:
         anew = pairs.get("tokenizer") == (None, None)
         own = f"; a tokenizer is trained anew on them: data.tokenizer={run}/exported is the run's" * anew
-        print(f"These are not the data of {run}, by data.{', data.'.join(keys[:4])}{own}")
+        print(printable(f"These are not the data of {run}, by data.{', data.'.join(keys[:4])}{own}"))
 
 
 class _Steps(L.Callback):

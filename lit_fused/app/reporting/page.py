@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from lit_fused.app.reporting.runs import ABSENT, Run, differing, read_run, read_runs
 from lit_fused.app.run_folder import write_whole
+from lit_fused.ops.user_error import printable
 
 SPEED, PEAK = "throughput/tokens_per_sec", "memory/peak_allocated_gib"
 COLUMNS = {  # of the tables, where a run has measured them: heading and number format
@@ -112,7 +113,7 @@ def _markdown(rows: list[list[str]]) -> str:
 
 def _plain(text: str) -> str:
     """Return Markdown that shows a text as it is, in one cell."""
-    return " ".join(text.split()).replace("|", r"\|").replace("<", "&lt;")
+    return printable(" ".join(text.split())).replace("|", r"\|").replace("<", "&lt;")
 
 
 def _picture(runs: list[Run], keys: list[str]) -> tuple[list[str], bytes]:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from ..kernel_path import ForwardResult, Gradients, HeadCall, Inputs, KnownRows, RowResults
-from ..options import MIN_CHUNK_ROWS, rows_within
+from ..options import chunk_rows
 from .hopper_path import HopperPath, HopperSums, known_factors, own_part
 from .hopper_rows import PART_ROWS, PartialSums, RowFactors, empty_float32
 from .numerators import RowSums
@@ -82,8 +82,8 @@ class _Parts(RowSums):
         largest = len(own.weight_VD) if call.shard is None else call.shard.largest
         shares = -(-largest // LONGEST_SUM)
         row_bytes = shares * (4 * hidden_size + 12)
-        fitting = call.options.chunk_size or rows_within(call.budget_mib, row_bytes)
-        self.rows = min(tokens, max(fitting, MIN_CHUNK_ROWS))
+        fitting = chunk_rows(tokens, row_bytes, call.budget_mib, call.options.chunk_size, tile=1, parts=1)
+        self.rows = min(tokens, fitting)
         # Programs share a multiprocessor: one loads and multiplies under the exponentials of another.
         programs = (3 if hidden_size <= 64 else 2) * kernels.multiprocessors(own.hidden_ND.device)
         count = max(1, programs // -(-self.rows // PART_ROWS))

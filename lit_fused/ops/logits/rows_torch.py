@@ -8,14 +8,13 @@ temporaries then have the size of a cache, not of the chunk, which is three time
 C rows of a chunk, V vocabulary, or a rank's part of it. ``rows_triton`` has the same three functions for a GPU.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..kernel_path import HeadCall, Inputs, LogitsGradient, RowResults
-from ..options import LossOptions, chunks, rows_within
+from ..options import LossOptions, chunk_rows, chunks
 from ..products import Products
 from .rows_of_ranks import LOWEST, PartialRows
 
@@ -111,13 +110,12 @@ class TorchRows(Products):
             products.copy_(gradient_of_products_(p, logits, targets, rows, options))
 
 
-def tiles(products_CV: Tensor) -> Iterator[slice]:
+def tiles(products_CV: Tensor) -> list[slice]:
     rows, width = products_CV.shape
     if not width:  # this rank has no entry of the vocabulary
-        return
-    step = max(1, _TILE_BYTES.get(products_CV.device.type, _TILE_BYTES["cuda"]) // (4 * width))
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))
+        return []
+    tile_bytes = _TILE_BYTES.get(products_CV.device.type, _TILE_BYTES["cuda"])
+    return chunks(rows, max(tile_bytes // (4 * width), 1))
 
 
 def logits_of_products(products: Tensor, bias_V: Tensor | None, options: LossOptions, dtype: torch.dtype) -> Tensor:
@@ -140,7 +138,8 @@ def logits_of_entries(columns_NK: Tensor, inputs: Inputs, call: HeadCall) -> Ten
     if len(weight_VD):
         columns_NK = columns_NK.where(mine_NK, 0)
         row_bytes = 4 * columns_NK.shape[1] * hidden_ND.shape[1]
-        for rows in chunks(len(hidden_ND), rows_within(call.budget_mib, row_bytes)):
+        size = chunk_rows(len(hidden_ND), row_bytes, call.budget_mib, tile=1, least=1, parts=1)
+        for rows in chunks(len(hidden_ND), size):
             weight_CKD = weight_VD[columns_NK[rows]].to(call.result_dtype)
             hidden_CD1 = hidden_ND[rows, :, None].to(call.result_dtype)
             products_CK = (weight_CKD @ hidden_CD1)[..., 0].to(call.compute_dtype)  # rounded as all of them are
