@@ -286,20 +286,28 @@ def test_numbers_of_another_shape_and_missing_ones_are_refused(name, numbers, wo
             run(batch)
 
 
-def test_groups_of_one_alone_are_refused_where_completions_are_compared_and_equal_rewards_are_told(tmp_path):
+def test_groups_of_one_alone_are_refused_where_completions_are_compared(tmp_path):
     rollouts = [line | {"group": index} for index, line in enumerate(lines())]
     module = FusedPolicyModule(tiny_model("llama"), PolicyLoss("rloo"))
     with pytest.raises(UserError, match="objective=rloo compares the completions of one prompt"):
         quiet_trainer(tmp_path, max_steps=1).fit(module, data_of(tmp_path, rollouts))
-    equal = [line | {"reward": 0.1} if len(line["prompt_ids"]) == 4 else line for line in lines()]
-    with pytest.warns(UserWarning, match="learns nothing from 3 of 6: 0 are the only ones of their prompt, and 3 have"):
-        quiet_trainer(tmp_path, max_steps=1).fit(module, data_of(tmp_path, equal))
-    batch = batch_of(tmp_path, equal[:3])
-    with pytest.warns(UserWarning, match="all advantages of a batch are zero"):
-        quiet_trainer(tmp_path, max_steps=1).fit(module, loader([batch]))
     quiet_trainer(tmp_path, max_steps=1).fit(
         FusedPolicyModule(tiny_model("llama"), PolicyLoss("reinforce")), data_of(tmp_path, rollouts)
     )
+
+
+def test_groups_of_equal_rewards_and_batches_that_train_nothing_are_told_once(tmp_path):
+    module = FusedPolicyModule(tiny_model("llama"), PolicyLoss("rloo"), check_every_n_steps=1)
+    equal = [line | {"reward": 0.1} if len(line["prompt_ids"]) == 4 else line for line in lines()]
+    cases: dict[str, Any] = {
+        "learns nothing from 3 of 6: 0 are the only ones of their prompt, and 3 have": data_of(tmp_path, equal),
+        "all advantages of a batch are zero": loader([batch_of(tmp_path, equal[:3])] * 3),
+    }
+    for told, data in cases.items():
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("default")
+            quiet_trainer(tmp_path, max_steps=3).fit(module, data)
+        assert sum(told in str(warning.message) for warning in warned) == 1
 
 
 @pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
