@@ -112,6 +112,10 @@ class FusedRecommenderModule(FusedLMModule):
 
     on_test_epoch_end = on_validation_epoch_end
 
+    @property
+    def metric_names(self) -> set[str]:
+        return super().metric_names | {f"coverage_at_{self._recommender.top_k}"}
+
     def recommend(self, input_ids: Tensor, k: int = 10, seen: Any = None) -> Recommendations:
         """Return the k best next items of histories (B, T), in evaluation mode, as
         :meth:`~lit_fused.models.recommender.RecommenderModel.recommend` says."""

@@ -56,7 +56,9 @@ def run(cfg: DictConfig) -> float | None:
     if not first:
         end_with_parent()
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _stop)
+        for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, _stop)
     try:
         if first and (sweeps or cfg.mode in ("fit", "validate", "test")):
             claimed = claim(folder, _beginning(cfg), cfg.ckpt_path if cfg.mode == "fit" else None)
