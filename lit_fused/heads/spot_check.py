@@ -245,7 +245,7 @@ class SpotCheck:
         formula: "_Formula",
     ) -> None:
         assert fused.gradients is not None
-        if not own_sum.requires_grad:
+        if not (own_sum.requires_grad and own_leaf.requires_grad):
             raise self._other_logits(head, "their gradient is cut off")
         of_aux_loss = graph_leaves(None if aux_loss is None else aux_loss.grad_fn)
         known = {id(leaf) for leaf in (own_leaf, *fused.leaves, *of_aux_loss)}
@@ -343,7 +343,7 @@ def _measured(head: OutputHead, fused: FusedPass, leaf: Tensor, targets: Tensor)
     gradients: list[Tensor] | None = None
     # FSDP2 has freed the weight of a layer that is a unit of its own.
     if torch.is_grad_enabled() and not isinstance(head.layer, FSDPModule) and has_targets:
-        is_exact = loss_sum.requires_grad
+        is_exact = loss_sum.requires_grad and leaf.requires_grad
         weights = [p for p in head.layer.parameters() if p.requires_grad and is_exact]
         gradients = _gradients(loss_sum, [leaf, *weights]) if is_exact else []
     return _Measured(loss_sum.item(), gradients, weights, leaves, formula)
