@@ -53,7 +53,7 @@ def distillation(divergence: str, **options: Any) -> str:
     """Tokens: as many labels as each batch has."""
     batches = windows(2)
     teacher = llama(initializer_range=0.5).eval()
-    weights = {"divergence_weight": 0.7, "cross_entropy_weight": 0.3} | options
+    weights: dict[str, Any] = {"divergence_weight": 0.7, "cross_entropy_weight": 0.3} | options
     module = lit_fused.FusedDistillationModule(
         llama(), lit_fused.DistillationLoss(divergence, **weights), sgd, teacher=teacher
     )
@@ -94,8 +94,17 @@ def together(batches: list[Batch]) -> Batch:
 
 def encoder_decoder() -> str:
     torch.manual_seed(0)
-    sizes = {"vocab_size": V, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-    config = T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
+    sizes: dict[str, Any] = {
+        "decoder_start_token_id": 0,
+        "dropout_rate": 0.0,
+        "vocab_size": V,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+    }
+    config = T5Config(**sizes)
     batches = windows(2)
     module = lit_fused.FusedSeq2SeqLMModule(T5ForConditionalGeneration(config), optimizer=sgd)
     return stepped(module, batches, lambda model: model(**together(batches)).loss)

@@ -43,6 +43,7 @@ from lit_fused.parallel import (
     clip_to_norm,
     clip_to_value,
     gradients_of,
+    has_dropped_gradients,
     warn_of_repeated_rows,
 )
 from lit_fused.training.average import LOSS_DIVISOR, TokenAverage
@@ -182,6 +183,8 @@ class FusedLMModule(TrainedModel):
         self._ends_step = (batch_idx + 1) % accumulated == 0 or self.trainer.is_last_batch
         if self.automatic_optimization and batch_idx % accumulated == 0:
             self._begin_step(batch_idx)
+        elif not self.automatic_optimization and has_dropped_gradients(self.trainer.optimizers):
+            self.average.reset()
         if not self.average.batches:
             self.gradient_norms = []
             if accumulated > 1 or not self.automatic_optimization:

@@ -171,6 +171,24 @@ def test_manual_optimization_is_exact_with_one_call(tmp_path):
     assert trainer.callback_metrics["train/loss"].item() == pytest.approx(losses[-1], rel=1e-6)
 
 
+def test_a_manual_batch_whose_gradients_are_dropped_does_not_count(tmp_path):
+    class Dropping(Manual):
+        def training_step(self, batch, batch_idx) -> Any:
+            super().training_step(batch, batch_idx)
+            if batch_idx in (0, 2):
+                optimizer: Any = self.optimizers()
+                optimizer.zero_grad()
+
+        def clip_gradients(self, *_: Any, **__: Any) -> None: ...
+
+    batches, dropping = ragged_batches(4), module(Dropping)
+    trainer = quiet_trainer(tmp_path, max_epochs=1, precision="64-true")
+    trainer.fit(dropping, loader(batches))
+    _, losses, weights = trained([batches[1:2], batches[3:]])
+    assert error_of_weights(dropping, weights) < ROUNDING
+    assert trainer.callback_metrics["train/loss"].item() == pytest.approx(losses[-1], rel=1e-6)
+
+
 class NeverCalls(Manual):
     calls = 0
 
