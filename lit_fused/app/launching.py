@@ -72,7 +72,7 @@ class OwnGpus(Callback):
 
 
 def claim(folder: Path, gpus: list[str], count: int, poll_seconds: float = 1.0) -> list[str]:
-    """Wait for ``count`` neighbouring GPUs that no other process has, and lock them for this one by a file in a folder."""
+    """Wait for ``count`` neighbouring GPUs that no other process has, and lock them by a file in a folder."""
     groups = [gpus[first : first + count] for first in range(0, len(gpus) - count + 1, count)]
     while True:
         for group in groups:
