@@ -225,6 +225,14 @@ class PolicyLoss(ScoredLoss):
                     f"{name!r} of the first batch has numbers that are not finite (NaN or infinity), and so would the "
                     "loss; look at what rewards the completions"
                 )
+        given = batch.get("advantages")
+        differences = batch.get("group_std") if given is None else given
+        if differences is not None and not differences.any():
+            warnings.warn(
+                "the advantages of the first batch are all zero, or the rewards within each of its groups are equal: no "
+                "policy is learned from it; look at what rewards the completions",
+                stacklevel=2,
+            )
         if batch.get("sampler_log_probs") is None:
             return
         targets = model.targets(batch)
