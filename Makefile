@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # With it, every one of the many processes of the tests would compile all that it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-sixth test-all models packing parallel faults mutants docs wheel lint types clean
+.PHONY: train test test-sixth test-all models packing parallel audit faults mutants docs wheel lint types clean
 
 train: $(VENV)/.installed
 	$(BIN)/python train.py
@@ -28,6 +28,9 @@ packing: $(VENV)/.installed
 
 parallel: $(VENV)/.installed
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/helpers $(BIN)/python tools/parallel_table.py
+
+audit: $(VENV)/.installed
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/helpers $(BIN)/python tools/audit.py
 
 faults: $(VENV)/.installed
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/helpers $(BIN)/python tests/faults/harness.py --kills 200 --seed 1

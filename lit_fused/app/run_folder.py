@@ -4,6 +4,8 @@
 """
 
 import csv
+import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -12,6 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
+from lit_fused.app.ranks import is_first_rank
 from lit_fused.atomic import newest_in, remove, removed_on_failure
 from lit_fused.errors import UserError, resuming
 
@@ -20,28 +25,60 @@ _RESULTS = ("checkpoints", "metrics.csv", "summary.json", "exported")
 _OF_THE_BEGINNING = {RUN_FILE, "error.txt", "train.log", "metrics.csv"}
 
 
-def claim(folder: Path, content: Mapping[str, Any], ckpt_path: str | None) -> None:
-    """Write ``run.json`` into a run's folder, and set aside the metrics of a run that goes on in it.
+def new_folder(path: str) -> str:
+    """Make a folder, of another name if a run has one that began in the same second, and return its path. Further ranks
+    get the path as it is: Lightning tells those that it starts the first one's."""
+    place = path
+    for number in itertools.count(2) if is_first_rank() else ():
+        with suppress(FileExistsError):
+            Path(place).mkdir(parents=True)
+            return place
+        place = f"{path}-{number}"
+    return path
+
+
+def claim(folder: Path, content: Mapping[str, Any], ckpt_path: str | None) -> int:
+    """Lock a run's folder, write ``run.json`` into it, and set aside the metrics of a run that goes on in it.
+
+    Return the descriptor of the folder, which is locked until that is closed.
 
     Args:
         content: "overrides", "cwd", "flags" (of a configuration of the user's own) and "config".
         ckpt_path: of a fit, which goes on in its folder if the checkpoint lies in it.
 
-    Raises UserError if the folder has another run.
+    Raises UserError if the folder has another run, or another process writes into it.
     """
     goes_on = ckpt_path is not None and Path(ckpt_path).resolve().is_relative_to(folder.resolve())
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = _locked(folder)
     has_failed = (folder / "error.txt").is_file()  # Without results, another run may take its place.
     if not goes_on and any((folder / name).exists() for name in (*_RESULTS, *[RUN_FILE] * (not has_failed))):
+        os.close(descriptor)
         newest = newest_in(folder / "checkpoints")
         resume = f"resume it with {resuming(newest)}, or " if newest else ""
         raise UserError(f"{folder} has a run already; {resume}choose another folder with hydra.run.dir=FOLDER")
-    folder.mkdir(parents=True, exist_ok=True)
     for path in (*folder.glob("*.partial"), *folder.glob("checkpoints/*.partial")):  # A killed process left it.
         remove(path)
     (folder / "error.txt").unlink(missing_ok=True)
     if goes_on and (folder / "metrics.csv").is_file():  # Lightning's logger would delete it.
         os.replace(folder / "metrics.csv", folder / f"metrics.{len(_parts(folder))}.csv")
     write_whole(folder / RUN_FILE, (json.dumps(content, indent=1, default=str) + "\n").encode())
+    return descriptor
+
+
+def _locked(folder: Path) -> int:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise UserError(
+            f"{folder} has a run already, of a process that writes into it; wait for its end, or choose another folder "
+            "with hydra.run.dir=FOLDER"
+        ) from error
+    except OSError:  # Some network file systems have no locks.
+        pass
+    return descriptor
 
 
 def leave_nothing(folder: Path, *, claimed: bool) -> None:
@@ -95,3 +132,6 @@ def write_whole(path: Path, content: bytes) -> None:
     with removed_on_failure(temporary):
         temporary.write_bytes(content)
         os.replace(temporary, path)
+
+
+OmegaConf.register_new_resolver("new_folder", new_folder, use_cache=True, replace=True)

@@ -8,7 +8,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lit_fused.errors import UserError, check_number
-from lit_fused.parallel import OnTheWay, are_finite, local
+from lit_fused.parallel import HostCopy, are_finite, local
 
 _SKIPPED = 20  # steps in a row: float16's loss scale begins at 2 ** 16 and is halved after each
 
@@ -31,7 +31,7 @@ class FiniteWatch(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._bad = torch.zeros(2, dtype=torch.int32, device=pl_module.device)  # loss, gradients of the present step
-        self._unread: tuple[int, OnTheWay] | None = None
+        self._unread: tuple[int, HostCopy] | None = None
         self._step, self._in_a_row = trainer.global_step, 0
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
@@ -53,7 +53,7 @@ class FiniteWatch(L.Callback):
         for norm in getattr(pl_module, "gradient_norms", ()):
             self._bad[1] |= ~norm.isfinite()
         self._read(trainer)
-        self._unread = self._step, OnTheWay(self._bad)
+        self._unread = self._step, HostCopy(self._bad)
         self._bad = torch.zeros_like(self._bad)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import Checkpoint
 
-from lit_fused.atomic import newest_of
 from lit_fused.callbacks.training_progress import console_beside_bar
 from lit_fused.errors import check_number, resuming
-from lit_fused.parallel.checkpoint import wait_for_checkpoints
+from lit_fused.parallel.checkpoint import newest_checkpoint, wait_for_checkpoints
 
 
 class RunCheckpoint(Checkpoint):
@@ -76,17 +76,10 @@ def _has_all_epochs(trainer: L.Trainer) -> bool:
     return trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch + 1
 
 
-def newest_checkpoint(trainer: L.Trainer) -> str:
-    """Return the path of the newest whole checkpoint from which this run can be resumed; "" if there is none."""
-    wait_for_checkpoints(trainer.strategy)
-    names = ("last_model_path", "best_model_path")
-    saved = [getattr(callback, name, "") for callback in trainer.checkpoint_callbacks for name in names]
-    return str(newest_of([path for path in (*saved, trainer.ckpt_path) if path]) or "")
-
-
 class ResumeHint(L.Callback):
     """Prints, after Ctrl-C or an error in training, how to resume: ``command``, with this run's overrides unless they
-    lie beside the checkpoint. Where a resume itself fails it prints nothing: the same command would fail again."""
+    lie beside the checkpoint. Where a resume itself fails, or memory is not enough, it prints nothing: the same command
+    would fail again."""
 
     def __init__(self, overrides: Sequence[str] = (), command: Sequence[str] = ("python", "train.py")) -> None:
         self.command = list(command)
@@ -102,7 +95,7 @@ class ResumeHint(L.Callback):
     on_validation_end = on_train_end = on_train_batch_end
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if not trainer.is_global_zero or not trainer.global_step:
+        if not trainer.is_global_zero or not trainer.global_step or isinstance(exception, torch.OutOfMemoryError):
             return
         if trainer.ckpt_path and not self._has_run and isinstance(exception, Exception):  # no signal
             return

@@ -1,4 +1,4 @@
-"""End a fit in an orderly way when Ctrl-C or SIGTERM asks for it."""
+"""End a fit in an orderly way when Ctrl-C, SIGTERM or a terminal that closes asks for it."""
 
 import atexit
 import os
@@ -13,21 +13,22 @@ import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lit_fused.callbacks.run_checkpoint import RunCheckpoint, newest_checkpoint
+from lit_fused.callbacks.run_checkpoint import RunCheckpoint
 from lit_fused.errors import Stopped, resuming
-from lit_fused.parallel import OnTheWay
-from lit_fused.parallel.checkpoint import wait_for_checkpoints
+from lit_fused.parallel import HostCopy
+from lit_fused.parallel.checkpoint import newest_checkpoint, wait_for_checkpoints
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 _SAME_S = 1.0  # two signals within this time are one: torchrun passes on the Ctrl-C that its terminal sent as well
 
 
 class StopOnSignal(L.Callback):
-    """Ends a fit after the present batch or validation when SIGINT (Ctrl-C) or SIGTERM comes to any of its ranks.
+    """Ends a fit after the present batch or validation when SIGINT (Ctrl-C), SIGTERM or SIGHUP (a terminal or an ssh
+    connection that closes) comes to any of its ranks. A signal that the process ignores, as under nohup, stays ignored.
 
     The ranks agree on a batch, ``RunCheckpoint`` saves its state, and each raises :class:`~lit_fused.errors.Stopped`,
-    whose exit code is 130 or 143. A second Ctrl-C, more than a second later, and any signal before the first batch and
-    after the last, stops at once: no half of an optimiser step is ever saved.
+    whose exit code is 130, 143 or 129. A second Ctrl-C, more than a second later, and any signal before the first batch
+    and after the last, stops at once: no half of an optimiser step is ever saved.
     """
 
     def __init__(self) -> None:
@@ -37,8 +38,10 @@ class StopOnSignal(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._trainer, self._process, self._in_steps = trainer, os.getpid(), False
         self._asked = self._agreed = 0  # the number of the signal that came to this rank; of one that all ranks know of
-        self._unread: OnTheWay | None = None  # the largest signal that had come to any rank at the end of a batch
-        self._previous |= {n: handler for n in _SIGNALS if (handler := signal.getsignal(n)) != self._handle}
+        self._unread: HostCopy | None = None  # the largest signal that had come to any rank at the end of a batch
+        handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+        self._previous |= {n: h for n, h in handlers.items() if h not in (self._handle, signal.SIG_IGN)}
+        self._terminals = [stream for stream in (1, 2) if os.isatty(stream)]
         self._listen()  # already here: workers that load data are forked before training starts, and inherit it
 
     def on_sanity_check_start(self, *_: Any, **__: Any) -> None:
@@ -94,7 +97,7 @@ class StopOnSignal(L.Callback):
         self._agreed = self._asked
         if self._trainer.world_size > 1:
             before = self._unread
-            self._unread = OnTheWay(torch.full((1,), self._asked, device=self._trainer.strategy.root_device))
+            self._unread = HostCopy(torch.full((1,), self._asked, device=self._trainer.strategy.root_device))
             read = self._unread if at_once else before
             self._agreed = read.read()[0] if read is not None else 0
             self._asked = max(self._asked, self._agreed)
@@ -103,12 +106,12 @@ class StopOnSignal(L.Callback):
 
     def _listen(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
+            for number in self._previous:
                 signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_worker = self._trainer is not None and os.getpid() != self._process
-        if is_worker and number == signal.SIGINT:  # It ends with the process that it loads data for.
+        if is_worker and number != signal.SIGTERM:  # It ends with the process that it loads data for.
             return
         if is_worker or self._trainer is None:
             signal.signal(number, signal.SIG_DFL if is_worker else self._previous[number])
@@ -121,6 +124,9 @@ class StopOnSignal(L.Callback):
             if hasattr(self._trainer.strategy.launcher, "kill"):
                 self._trainer.strategy.launcher.kill(number)
             self._stop()
+        if number == getattr(signal, "SIGHUP", None):  # The terminal is gone: printing to it would be an error.
+            for stream in self._terminals:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         if self._trainer.is_global_zero:
             name, when = signal.Signals(number).name, "this" if self._trainer.world_size == 1 else "the next"
             os.write(2, f"\n{name}: the run stops after {when} step. Ctrl-C, once more, stops it at once.\n".encode())

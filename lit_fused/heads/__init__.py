@@ -1,7 +1,7 @@
 """The output head, between hidden states and logits: identified by experiment, watched in every step."""
 
 from lit_fused.heads.adapters import peft_model, transformers_model
-from lit_fused.heads.capture import evaluation_mode
+from lit_fused.heads.model_state import evaluation_mode
 from lit_fused.heads.probe import identify_head, output_layer
 from lit_fused.heads.spec import OutputHead
 

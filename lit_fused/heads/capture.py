@@ -6,7 +6,6 @@ one row of NaN, on which the model's operations on logits (a scale, a cap, a sli
 returns its hidden states.
 """
 
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -18,58 +17,6 @@ from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
 from lit_fused.heads.spec import OutputHead
-
-PLAIN_SETTINGS = (bool, int, float, str)
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode, and afterwards each of its modules as it was."""
-    modes = [(module, module.training) for module in model.modules()]  # the modes may differ, as in a frozen tower
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-@contextmanager
-def without_trace(model: nn.Module) -> Iterator[None]:
-    """Run a model eagerly in a block, and give back what a forward pass changes: random numbers, the model's buffers,
-    its parts (BigBird replaces its attention for good when it gets few tokens) and plain settings."""
-    devices = list({p.device for p in model.parameters() if p.is_cuda})
-    of_modules = [
-        (
-            module,
-            dict([*module.named_children(), *module.named_buffers(recurse=False)]),
-            {name: value for name, value in vars(module).items() if isinstance(value, PLAIN_SETTINGS)},
-        )
-        for module in model.modules()
-    ]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    of_python = random.getstate()
-    with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
-        try:
-            yield
-        finally:
-            random.setstate(of_python)
-            for module, parts, settings in of_modules:
-                for name, part in parts.items():
-                    if getattr(module, name) is not part:
-                        setattr(module, name, part)
-                vars(module).update(settings)
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    if not torch.equal(buffer, before):  # A graph may have it, and would not run backward.
-                        buffer.copy_(before)
-
-
-@contextmanager
-def probing(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode for forward passes beside its training, and afterwards all of it as it was."""
-    with without_trace(model), evaluation_mode(model):
-        yield
 
 
 @contextmanager

@@ -38,9 +38,9 @@ from lit_fused.heads.capture import (
     UnsupportedHeadError,
     first_argument,
     graph_leaves,
-    probing,
     replaced_forward,
 )
+from lit_fused.heads.model_state import probing
 from lit_fused.heads.spec import OutputHead
 
 PLAIN_WEIGHTS = (nn.Parameter, Tensor, DTensor)  # Others may be quantised.

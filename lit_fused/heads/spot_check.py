@@ -4,7 +4,8 @@ A fused loss computes logits by a formula that was identified once, and takes th
 model may do something else: with labels, in training, with other arguments of a batch, or after some steps. So now and
 then a slice of a batch, as it came, runs through the model as if there were no fused loss, in the mode that the model
 is in. Its loss has to be the cross entropy of its logits, and the losses and gradients of its logits those of the
-formula, and so have those of the fused loss.
+formula, and so have those of the fused loss. What the two passes leave in the model's buffers and attributes, and in
+the entries of its output, has to be the same as well: some of it may be made of logits or labels.
 
 The bound is the error of the run's own precision: what the formula loses in it, compared with float64.
 
@@ -12,8 +13,9 @@ N tokens of the slice (B, T), D hidden, V vocabulary.
 """
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +25,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lit_fused.errors import UserError
-from lit_fused.heads.capture import graph_leaves, without_trace
+from lit_fused.heads.capture import graph_leaves
+from lit_fused.heads.model_state import NOT_THERE, same_numbers, without_trace
 from lit_fused.heads.slices import leaf_before
 from lit_fused.heads.spec import OutputHead
 from lit_fused.ops.label_checks import IGNORE_INDEX
@@ -35,11 +38,23 @@ _TOKENS = 32  # that have logits in float64 at a time
 
 @dataclass
 class OwnPass:
-    """The answer of a model's own forward: its mean loss (), or None, logits (B, T, V), and its auxiliary loss."""
+    """The answer of a model's own forward: its mean loss (), or None, logits (B, T, V), its auxiliary loss, and all
+    entries of its output."""
 
     loss: Tensor | None
     logits: Tensor
     aux_loss: Tensor | None = None
+    entries: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class FusedPass:
+    """The answer of the model's forward without labels and output layer: the layer's input (B, T, D), what sums the
+    fused loss, and the entries of the output."""
+
+    hidden_states: Tensor
+    loss_sum: Callable[[], Tensor]
+    entries: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -48,59 +63,103 @@ class Labels:
 
     Attributes:
         targets: (B, T), what each position of the slice predicts, -100 where nothing.
-        count: what the batch wants the sum to be divided by, as a model's own loss may do; None: the number of targets.
+        counts: what the own loss may divide its sum by; None: the number of targets.
         other_targets: the targets of a loss that shifts labels where these are not shifted, or the other way.
         may_be_other: the own loss may be that of the other targets, in causal models that leave shifting to others.
     """
 
     targets: Tensor
-    count: Any = None
+    counts: tuple[Any, ...] = (None,)
     other_targets: Tensor | None = None
     may_be_other: bool = False
 
 
 class SpotCheck:
     """Compares a model's own pass of a slice with the formula of its head, and with a fused loss; UserError where they
-    differ. ``model`` is the one whose buffers and settings are given back, ``name`` its name."""
+    differ. ``model`` is the one whose state is given back, ``name`` its name.
+
+    ``own`` runs the model's own forward; given False, without labels. It returns None where its loss cannot take the
+    labels of the slice."""
 
     def __init__(self, model: nn.Module, name: str, labels: Labels) -> None:
         self.model, self.name, self.labels, self.targets = model, name, labels, labels.targets
 
-    def compare_own_loss(self, own: Callable[[], OwnPass], unlabelled: Callable[[], Tensor]) -> None:
+    def compare_own_loss(self, own: Callable[[bool], OwnPass | None]) -> None:
         """Compare the model's own loss with the cross entropy of its own logits, and these with those that it gives
         without labels."""
-        with without_trace(self.model):
-            found = own()
-        with without_trace(self.model):
-            self._compare_without_labels(unlabelled(), found.logits)
-        if found.logits.shape[:-1] == self.targets.shape:  # else the loss refuses such a batch
-            self._count_of_own_loss(found, _losses(found.logits, self.targets))
+        with without_trace(self.model) as state:
+            unlabelled = own(False)
+            assert unlabelled is not None
+            changed_without_labels = state.changes()
+        with self._own_pass(own, None) as (found, _, changed):
+            self._compare_without_labels(unlabelled.logits, found.logits)
+            if found.logits.shape[:-1] == self.targets.shape:  # else the loss refuses such a batch
+                self._count_of_own_loss(found, _losses(found.logits, self.targets))
+        self._compare_changes(own, changed_without_labels, changed)
 
     def compare_head(
-        self, head: OutputHead, own: Callable[[], OwnPass], fused: Callable[[], tuple[Tensor, Callable[[], Tensor]]]
-    ) -> None:
-        """Compare the model's own pass, the formula of its head, and the fused loss. ``fused`` runs the model without
-        labels and without its output layer; it returns the layer's input (B, T, D), and what sums the fused loss."""
-        with without_trace(self.model), leaf_before(head.layer) as of_own:
-            own_pass = own()
-        with without_trace(self.model), leaf_before(head.layer) as of_fused:
-            hidden_states, fused_sum = fused()
-            with torch.random.fork_rng([hidden_states.device] if hidden_states.is_cuda else []):
-                loss_sum = fused_sum()  # It refuses labels that cannot be.
-            fits = own_pass.logits.shape[:-1] == self.targets.shape  # else the loss refuses the batch
-            if not fits or not (self.targets != IGNORE_INDEX).any():  # It has run all the same, as on the other ranks.
-                return
+        self, head: OutputHead, own: Callable[[bool], OwnPass | None], fused: Callable[[], FusedPass]
+    ) -> set[str]:
+        """Compare the model's own pass, the formula of its head, and the fused loss. Return the names of the output's
+        entries that are made of logits or labels, and so have no value in a fused pass."""
+        # Each pass has its gradients before the model's state is given back: a graph may have some of it.
+        with without_trace(self.model) as state, leaf_before(head.layer) as of_fused:
+            fused_pass = fused()
+            changed_by_fused = state.changes()
+            found = _measured(head, fused_pass, of_fused[-1], self.targets)
+        with self._own_pass(own, head.layer) as (own_pass, of_own, changed):
+            made = {
+                name
+                for name, value in own_pass.entries.items()
+                if name not in ("loss", "logits") and not same_numbers(fused_pass.entries.get(name), value)
+            }
+            if not (self.targets != IGNORE_INDEX).any():  # It has run all the same, as on the other ranks.
+                return made
+            if not of_own or own_pass.logits.shape != (*self.targets.shape, head.vocabulary):
+                shape = tuple(own_pass.logits.shape)
+                what = f"with labels they have the shape {shape}" if of_own else "its output layer does not run"
+                raise self._other_logits(head, what)
+            if own_pass.aux_loss is not None and "aux_loss" in made:
+                raise UserError(
+                    f"the own loss of {self.name} has an auxiliary loss that is made of its logits or labels, which a "
+                    "fused loss does not give it; switch it off, or choose loss=model"
+                )
             losses = _losses(own_pass.logits, self.targets)
             count = self._count_of_own_loss(own_pass, losses)
             self._compare_without_labels(of_fused[-1], of_own[-1])
-            # LoRA draws the same dropout again.
-            formula = _formula(head, hidden_states, of_fused[-1], self.targets, own_pass.logits)
-            self._compare_losses(head, losses, loss_sum, formula)
-            # FSDP2 has freed the weight of a layer that is a unit of its own.
-            if torch.is_grad_enabled() and not isinstance(head.layer, FSDPModule):
+            formula = found.formula or _of_own_logits(own_pass.logits, self.targets)
+            self._compare_losses(head, losses, found.loss, formula)
+            if found.gradients is not None:
                 own_sum = losses.sum() if own_pass.loss is None else own_pass.loss * count.to(losses.device)
-                leaves = of_own[-1], of_fused[-1]
-                self._compare_gradients(head, own_sum, own_pass.aux_loss, loss_sum, leaves, formula)
+                self._compare_gradients(head, own_sum, own_pass.aux_loss, of_own[-1], found, formula)
+        self._compare_changes(own, changed_by_fused, changed)
+        return made
+
+    @contextmanager
+    def _own_pass(
+        self, own: Callable[[bool], OwnPass | None], layer: nn.Module | None
+    ) -> Iterator[tuple[OwnPass, list[Tensor], dict[str, Any]]]:
+        """Yield the own pass, the inputs of the output layer in it, and what it changed in the model."""
+        for with_labels in (True, False):
+            with without_trace(self.model) as state, nullcontext([]) if layer is None else leaf_before(layer) as leaves:
+                found = own(with_labels)
+                if found is not None:
+                    yield found, leaves, state.changes()
+                    return
+
+    def _compare_changes(
+        self, own: Callable[[bool], OwnPass | None], by_fused: dict[str, Any], by_own: dict[str, Any]
+    ) -> None:
+        differ = _different(by_fused, by_own)
+        if differ:
+            with self._own_pass(own, None) as (_, _, once_more):  # A clock differs in each pass.
+                differ -= _different(once_more, by_own)
+        if differ:
+            raise UserError(
+                f"{self.name} makes {', '.join(sorted(differ)[:3])} of its logits or its labels, which it does not get "
+                "with the loss that is trained: it would stay as it is, or be no number; leave it out of the model's "
+                "forward, or choose loss=model"
+            )
 
     def _compare_without_labels(self, found: Tensor, labelled: Tensor) -> None:
         if not labelled.isfinite().all():
@@ -108,13 +167,15 @@ class SpotCheck:
         if found.shape != labelled.shape or _relative(found, labelled) > 1e-3 + 8 * torch.finfo(found.dtype).eps:
             raise UserError(
                 f"what {self.name} computes is something else if it gets labels, and it is to run without them; make "
-                "its forward compute the same with and without labels, or choose loss=model"
+                "its forward compute the same with and without labels, choose loss=model, or say own_loss_differs=True "
+                "if what it does with them is to be left out"
             )
 
     def _count_of_own_loss(self, own: OwnPass, losses: Tensor) -> Tensor:
         """Return what the own loss divides its sum by. An own loss of other targets that may be is left out of what
         follows."""
         labels, number = self.labels, (self.targets != IGNORE_INDEX).sum()
+        counts = [number if count is None else torch.as_tensor(count) for count in labels.counts]
         if own.loss is None:
             return number
         aux = 0 if own.aux_loss is None else own.aux_loss.detach().float()
@@ -130,7 +191,6 @@ class SpotCheck:
             mean = others / (labels.other_targets != IGNORE_INDEX).sum()
             is_other = bool((loss - aux - mean).abs() <= limit)
         may_be_other = is_other and labels.may_be_other
-        counts = [number] if labels.count is None else [torch.as_tensor(labels.count), number]
         for count in counts:
             if (loss - summed / count.to(summed.device) - aux).abs() <= limit:
                 own.loss = None if may_be_other else own.loss  # Few digits do not tell them apart.
@@ -152,25 +212,27 @@ class SpotCheck:
         raise UserError(
             f"the own loss of {self.name} has a term that would not be trained, or weighs labels: it is {loss:.6g}, "
             f"but cross entropy and auxiliary loss are {summed / number + aux:.6g}; switch this off (a router's: "
-            "output_router_logits=False in its configuration) or choose loss=model"
+            "output_router_logits=False in its configuration), choose loss=model, or say own_loss_differs=True if "
+            "another loss is to take its place"
         )
 
-    def _compare_losses(self, head: OutputHead, losses: Tensor, loss_sum: Tensor, formula: "_Formula") -> None:
+    def _compare_losses(self, head: OutputHead, losses: Tensor, fused_loss: float, formula: "_Formula") -> None:
         if not formula.losses.isfinite().all():
             raise self._no_numbers()
         distance = _rms(losses.detach() - formula.losses)
         limit = 3 * formula.lost + _LOSS * (1 + _rms(formula.losses))
         if not distance <= limit:
             raise self._other_logits(head, f"losses differ by {distance:.3g} nats, and rounding explains {limit:.2g}")
-        found, expected = loss_sum.item(), formula.losses.sum().item()
+        expected = formula.losses.sum().item()
         limit = 2 * formula.lost * len(formula.losses) + _LOSS * abs(expected)
-        if abs(found - expected) <= limit:
+        if abs(fused_loss - expected) <= limit:
             return
         if head.shard is not None:  # The model's own logits are all there is.
-            raise self._other_logits(head, f"the fused loss is {found:.6g}, and that of its own logits {expected:.6g}")
+            what = f"the fused loss is {fused_loss:.6g}, and that of its own logits {expected:.6g}"
+            raise self._other_logits(head, what)
         raise self._wrong_backend(
-            f"the fused loss is {found:.6g} for the tokens of a slice, but logits in float64 give {expected:.6g}, and "
-            f"rounding explains {limit:.2g}"
+            f"the fused loss is {fused_loss:.6g} for the tokens of a slice, but logits in float64 give {expected:.6g}, "
+            f"and rounding explains {limit:.2g}"
         )
 
     def _compare_gradients(
@@ -178,23 +240,22 @@ class SpotCheck:
         head: OutputHead,
         own_sum: Tensor,
         aux_loss: Tensor | None,
-        loss_sum: Tensor,
-        leaves: tuple[Tensor, Tensor],
+        own_leaf: Tensor,
+        fused: "_Measured",
         formula: "_Formula",
     ) -> None:
-        if not own_sum.requires_grad:
+        assert fused.gradients is not None
+        if not (own_sum.requires_grad and own_leaf.requires_grad):
             raise self._other_logits(head, "their gradient is cut off")
-        own_leaf, fused_leaf = leaves
-        known = formula.leaves | {id(own_leaf), *map(id, graph_leaves(None if aux_loss is None else aux_loss.grad_fn))}
+        of_aux_loss = graph_leaves(None if aux_loss is None else aux_loss.grad_fn)
+        known = {id(leaf) for leaf in (own_leaf, *fused.leaves, *of_aux_loss)}
         if any(id(leaf) not in known for leaf in graph_leaves(own_sum.grad_fn)):
             raise self._other_logits(head, "another parameter is trained there")
-        is_exact = loss_sum.requires_grad  # A backend may approximate its gradient.
-        weights = [p for p in head.layer.parameters() if p.requires_grad and is_exact]
-        of_own, *of_own_weights = _gradients(own_sum, [own_leaf, *weights])
-        of_fused, *of_fused_weights = _gradients(loss_sum, [fused_leaf, *weights]) if is_exact else [of_own]
+        of_own, *of_own_weights = _gradients(own_sum, [own_leaf, *fused.weights])
+        of_fused, *of_fused_weights = fused.gradients or [of_own]
         limit = 3 * formula.lost_of_gradient + _GRADIENT
         expected = of_fused if formula.gradient is None else formula.gradient
-        if is_exact and not _relative(of_fused, expected) <= limit:
+        if fused.gradients and not _relative(of_fused, expected) <= limit:
             raise self._wrong_backend("the gradient of the fused loss is another one than that of logits in float64")
         for own_gradient, gradient in ((of_own, expected), *zip(of_own_weights, of_fused_weights, strict=True)):
             difference = _relative(own_gradient, gradient)
@@ -217,6 +278,11 @@ class SpotCheck:
         return UserError(f"{what} ({self.name}): the backend is wrong; choose loss=standard, and please report this")
 
 
+def _different(found: dict[str, Any], expected: dict[str, Any]) -> set[str]:
+    names = found.keys() | expected.keys()
+    return {name for name in names if not same_numbers(found.get(name, NOT_THERE), expected.get(name, NOT_THERE))}
+
+
 @dataclass
 class _Formula:
     """The losses (N,) of a head's formula, the gradient of their sum at the input of its layer, None if it is not
@@ -226,25 +292,61 @@ class _Formula:
     gradient: Tensor | None
     lost: float
     lost_of_gradient: float
-    leaves: set[int]  # of the graph of its operands
 
 
-def _formula(head: OutputHead, hidden_states: Tensor, leaf: Tensor, targets: Tensor, own_logits: Tensor) -> _Formula:
-    operands = head.operands(hidden_states)
-    graph = [operand for operand in operands if operand is not None]
-    leaves = {id(found) for operand in graph for found in (operand, *graph_leaves(operand.grad_fn))}
-    if head.shard is not None:  # No rank has the whole weight: the model's own logits stand for those of the formula.
-        logits = own_logits.detach()
-        lost = 4 * torch.finfo(logits.dtype).eps * logits.abs().amax().item()
-        return _Formula(_losses(logits, targets).double(), None, lost, lost, leaves)
+def _formula(head: OutputHead, operands: Any, leaf: Tensor, targets: Tensor) -> _Formula:
     losses, exact = _in_parts(head, operands, targets, torch.float64)
     rounded_losses, rounded = _in_parts(head, operands, targets, None)
     lost = _rms(rounded_losses - losses)
     if exact is None or rounded is None or not operands[0].requires_grad:
-        return _Formula(losses, None, lost, 0.0, leaves)
+        return _Formula(losses, None, lost, 0.0)
     given = exact.to(operands[0].dtype).view_as(operands[0])
     (gradient,) = torch.autograd.grad(operands[0], leaf, given, retain_graph=True)
-    return _Formula(losses, gradient, lost, _relative(rounded, exact), leaves)
+    return _Formula(losses, gradient, lost, _relative(rounded, exact))
+
+
+def _of_own_logits(logits: Tensor, targets: Tensor) -> _Formula:
+    """Return what stands for a formula where no rank has the whole weight."""
+    logits = logits.detach()
+    lost = 4 * torch.finfo(logits.dtype).eps * logits.abs().amax().item()
+    return _Formula(_losses(logits, targets).double(), None, lost, lost)
+
+
+@dataclass
+class _Measured:
+    """The summed fused loss and its gradients, at the input of the head's layer and at its weights: none of a backend
+    that approximates them, and None where gradients are off or the weight is not there.
+
+    ``leaves`` are those of the graph of the head's operands; ``formula`` is None where no rank has the whole weight."""
+
+    loss: float
+    gradients: list[Tensor] | None
+    weights: list[nn.Parameter]
+    leaves: list[Tensor]
+    formula: _Formula | None
+
+
+def _measured(head: OutputHead, fused: FusedPass, leaf: Tensor, targets: Tensor) -> _Measured:
+    hidden_states = fused.hidden_states
+    with torch.random.fork_rng([hidden_states.device] if hidden_states.is_cuda else []):
+        loss_sum = fused.loss_sum()  # It refuses labels that cannot be.
+    operands = head.operands(hidden_states)  # LoRA draws the same dropout again.
+    leaves = [
+        found
+        for operand in operands
+        if operand is not None
+        for found in ([operand] if operand.grad_fn is None else graph_leaves(operand.grad_fn))
+    ]
+    has_targets = bool((targets != IGNORE_INDEX).any())
+    formula = _formula(head, operands, leaf, targets) if head.shard is None and has_targets else None
+    weights: list[nn.Parameter] = []
+    gradients: list[Tensor] | None = None
+    # FSDP2 has freed the weight of a layer that is a unit of its own.
+    if torch.is_grad_enabled() and not isinstance(head.layer, FSDPModule) and has_targets:
+        is_exact = loss_sum.requires_grad and leaf.requires_grad
+        weights = [p for p in head.layer.parameters() if p.requires_grad and is_exact]
+        gradients = _gradients(loss_sum, [leaf, *weights]) if is_exact else []
+    return _Measured(loss_sum.item(), gradients, weights, leaves, formula)
 
 
 def _in_parts(head: OutputHead, operands: Any, targets: Tensor, to: torch.dtype | None) -> tuple[Tensor, Tensor | None]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import EncoderDecoderModel, PreTrainedModel
 
 from lit_fused.errors import UserError
-from lit_fused.heads.capture import probing
+from lit_fused.heads.model_state import probing
 from lit_fused.heads.probe import probe_batch
 from lit_fused.ops.label_checks import IGNORE_INDEX
 

@@ -10,7 +10,7 @@ import functools
 import inspect
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from transformers.integrations.fsdp import is_fsdp_enabled
 from lit_fused.errors import UserError, check_choice, check_number
 from lit_fused.heads import OutputHead, transformers_model
 from lit_fused.integrations.fused_pass import FusedPass, FusedSeq2SeqPass
+from lit_fused.integrations.not_computed import NotComputed
 from lit_fused.integrations.trl_head import can_score, trl_settings
 from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, Loss, ModelInternalLoss, as_loss
 from lit_fused.ops.operators import one_graph_break
@@ -39,12 +40,15 @@ def fuse(
     loss: str | Loss | Callable[[Tensor, Tensor], Tensor] = "chunked",
     compile: str = "auto",
     check_every_n_steps: int = 100,
+    *,
+    own_loss_differs: bool = False,
 ) -> _Model:
     """Make ``model(..., labels=...)`` compute its loss without logits, in place, and return the model.
 
     The loss and its gradients are the model's own: it shifts the labels or not, divides by ``num_items_in_batch`` if
-    that is given, and adds its router's loss. Without a valid label it is zero. ``outputs.logits`` is None. Calls
-    without labels, ``generate``, parameters, configuration and class stay as they are.
+    that is given, and adds its router's loss. Without a valid label it is zero. ``outputs.logits``, and what else
+    the model makes of logits or labels, is an object that any use of raises an error which says so. Calls without
+    labels, ``generate``, parameters, configuration and class stay as they are.
 
     Args:
         model: a transformers model, or PEFT's, ``torch.compile``'s or DDP's wrapper around one.
@@ -53,7 +57,10 @@ def fuse(
         compile: "auto": the first training step on a GPU compiles each layer, where nothing is against it, and says so.
             Calls without labels and without gradients, as those of ``generate``, run uncompiled. "none": never.
         check_every_n_steps: compare a slice of the batch with the model's own loss in the first call of training and of
-            each evaluation, and in every n-th of training; 0: never.
+            each evaluation, in the first with an argument that none had before, and in every n-th of training; 0:
+            never.
+        own_loss_differs: the model's own loss is another one, and ``loss`` is to take its place: only logits are
+            compared, and no labels given to the model.
 
     Raises:
         UserError: no transformers model, a loss that builds logits, or a model whose logits or whose own loss no fused
@@ -74,7 +81,7 @@ def fuse(
     strategy = _loss_of(loss)  # A wrong one leaves a fused model as it is.
     unfuse(model)
     check_number("check_every_n_steps", check_every_n_steps, "be at least 0", lambda x: x >= 0, whole=True)
-    forward = FusedForward(inner, strategy, compile, check_every_n_steps)
+    forward = FusedForward(inner, strategy, compile, check_every_n_steps, own_loss_differs)
     if not is_fsdp_enabled() and not any(p.is_meta or isinstance(p, DTensor) for p in inner.parameters()):
         forward.prepare()
     inner.forward, inner.__dict__[_ATTRIBUTE] = forward, forward
@@ -117,8 +124,11 @@ def _loss_of(given: Any) -> Loss:
 class FusedForward:
     """Runs as the ``forward`` of a fused model."""
 
-    def __init__(self, model: PreTrainedModel, loss: Loss, compile: str, check_every_n_steps: int) -> None:
-        self.model, self.loss, self.compile, self.check_every_n_steps = model, loss, compile, check_every_n_steps
+    def __init__(
+        self, model: PreTrainedModel, loss: Loss, compile: str, check_every_n_steps: int, own_loss_differs: bool
+    ) -> None:
+        self.model, self.loss, self.compile = model, loss, compile
+        self.check_every_n_steps, self.own_loss_differs = check_every_n_steps, own_loss_differs
         self.is_on = True
         self.layers: Any = None  # CompiledLayers, from the first training step on a GPU on
         self._wrapped = model.__dict__.get("forward")  # None unless another tool has wrapped the instance
@@ -156,7 +166,7 @@ class FusedForward:
         kind = FusedSeq2SeqPass if self.model.config.is_encoder_decoder else FusedPass
         language = kind(self.model, self.loss)
         language.own = self.run_own
-        language.check_every_n_steps = self.check_every_n_steps
+        language.check_every_n_steps, language.own_loss_differs = self.check_every_n_steps, self.own_loss_differs
         return language
 
     def __getstate__(self) -> dict[str, Any]:
@@ -218,7 +228,7 @@ def _with_labels(forward: FusedForward, batch: dict[str, Any], is_traced: bool) 
         language.check(batch)
         inputs, output = forward.captured(head, functools.partial(forward.own, **inputs), is_traced=is_traced)
         loss = language.finish(batch, inputs, head, output)
-    return _answer(loss, output, batch.get("return_dict"))
+    return _answer(loss, output, language.not_computed, batch.get("return_dict"))
 
 
 def _with_scores(forward: FusedForward, arguments: dict[str, Any], settings: dict[str, Any], is_traced: bool) -> Any:
@@ -252,9 +262,10 @@ def _in_words_of_fuse() -> Iterator[None]:
 
 
 @one_graph_break
-def _answer(loss: Tensor, output: Any, return_dict: bool | None) -> Any:
-    """Return the model's output with the loss, and without what it has in place of logits."""
-    entries = {name: value for name, value in output.items() if name not in ("loss", "logits")}
+def _answer(loss: Tensor, output: Any, not_computed: Iterable[str], return_dict: bool | None) -> Any:
+    """Return the model's output with the loss, and without what would be made of logits."""
+    entries = {name: value for name, value in output.items() if name != "loss"}
+    entries |= {name: NotComputed(name) for name in not_computed}
     fields = {each.name: entries.pop(each.name) for each in dataclasses.fields(output) if each.name in entries}
     answer = type(output)(loss=loss, **fields)
     for name, value in entries.items():  # A model may add keys of its own.

@@ -13,7 +13,7 @@ from lit_fused.heads.capture import router_loss
 from lit_fused.heads.probe import without_cache
 from lit_fused.heads.with_labels import ignored_by_own_loss, labels_are_shifted_by, makes_no_decoder_inputs
 from lit_fused.integrations.trl_head import scored
-from lit_fused.losses.loss import SHIFTED_OR_COUNTED, Batch, has_shifted_labels, labels_of, shift_labels
+from lit_fused.losses.loss import SHIFTED_OR_COUNTED, Batch, has_shifted_labels, labels_of, names_of, shift_labels
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.seq2seq_language_model import Seq2SeqLanguageModel
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_integers
@@ -31,9 +31,12 @@ class FusedPass(LanguageModel):
 
     _ignored: frozenset[str] = frozenset()  # arguments that the model takes and its own loss does not use
     own: Callable[..., Any]  # the model's own forward
+    divides_as_own_loss = True
     check_every_n_steps = 100
+    not_computed: frozenset[str] = frozenset({"logits"})  # entries of the output that are made of logits or labels
     _mode: bool | None = None  # of the last call: True in training
     _calls = 0  # in training
+    _names: frozenset[str] = frozenset()  # of arguments that a check has seen
     _captured: tuple[Tensor, OutputHead, Tensor | None] | None = None
 
     captured = one_graph_break(LanguageModel.captured, recursive=False)  # The model's forward runs in it.
@@ -61,7 +64,8 @@ class FusedPass(LanguageModel):
 
     @one_graph_break
     def check(self, batch: Batch) -> None:
-        """Run the spot check in the first call of training and of each evaluation, and in every n-th of training."""
+        """Run the spot check in the first call of training and of each evaluation, in the first with an argument that
+        none had before, and in every n-th of training."""
         if not self.check_every_n_steps:
             return
         is_first = self._mode is not self.backbone.training
@@ -70,8 +74,10 @@ class FusedPass(LanguageModel):
             is_due, self._calls = self._calls % self.check_every_n_steps == 0, self._calls + 1
         else:
             is_due = is_first
-        if is_due:
-            self.spot_check(batch)
+        names = names_of(batch)
+        if is_due or not names <= self._names:
+            self.not_computed = frozenset({"logits", *self.spot_check(batch)})
+            self._names |= names
 
     def read(self, batch: Batch) -> dict[str, Any]:
         """Return a batch as the model's own loss reads it."""

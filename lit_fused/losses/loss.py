@@ -121,6 +121,11 @@ def has_shifted_labels(batch: Batch) -> bool:
     return batch.get("shift_labels") is not None
 
 
+def names_of(batch: Batch) -> frozenset[str]:
+    """Return the names of a batch's entries that are not None."""
+    return frozenset(name for name, value in batch.items() if value is not None)
+
+
 def labels_of(batch: Batch) -> Tensor:
     """Return the batch's labels (B, T), int64, or raise a UserError; its "shift_labels" if it has no others."""
     if not isinstance(batch, Mapping):

@@ -26,7 +26,7 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.utils.generic import is_flash_attention_requested
 
 from lit_fused.errors import UserError
-from lit_fused.heads.capture import probing
+from lit_fused.heads.model_state import probing
 from lit_fused.heads.probe import PLAIN_WEIGHTS
 
 # A model receives its documents as positions, of which it makes masks or FlexAttention's blocks; or as finished masks.

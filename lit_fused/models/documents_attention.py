@@ -28,7 +28,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, flex_attention_mask, sdpa_mask
 
-from lit_fused.heads.capture import probing
+from lit_fused.heads.model_state import probing
 from lit_fused.heads.probe import probe_batch
 from lit_fused.models.documents_apart import Form
 from lit_fused.ops.backends import compiler_missing

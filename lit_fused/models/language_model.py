@@ -66,6 +66,8 @@ class LanguageModel(nn.Module):
     backbone: nn.Module
     few_targets = False
     shifts_labels = True  # and so has the model's own loss to
+    own_loss_differs = False  # on purpose, so that the spot check leaves it out
+    divides_as_own_loss = False  # by "num_items_in_batch" where the model's own loss does so, and only there
     _is_encoder_decoder: bool | None = False  # None: either
     _wrong_backbone = (
         "is an encoder-decoder, whose encoder would see the very labels that are predicted; use FusedSeq2SeqLMModule "
@@ -128,19 +130,22 @@ class LanguageModel(nn.Module):
         """Return ``function(self, *arguments, **named)``. FSDP2 gathers the root's parameters around it."""
         return function(self, *arguments, **named)
 
-    def spot_check(self, batch: Batch) -> None:
+    def spot_check(self, batch: Batch) -> set[str]:
         """Compare a slice of a batch's own loss and logits, and their gradients where they are enabled, with those of
         the loss that is trained (heads/spot_check.py). It changes nothing, and draws no random number of the run.
 
         Args:
             batch: as of :meth:`forward`, with labels (B, T). A slice without targets is run and not compared.
 
+        Returns:
+            Names of the entries of a transformers model's output that are made of its logits or labels.
+
         Raises:
             UserError: with what differs and what to choose. A loss function of one's own and the model's own loss have
                 nothing that they could be compared with.
         """
         self.look_at(batch)
-        spot_check(self, batch)
+        return spot_check(self, batch)
 
     def own_inputs_of(self, batch: Batch) -> dict[str, Any]:
         """Return the arguments of the backbone's forward for its own loss, without labels."""

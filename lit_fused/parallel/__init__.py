@@ -7,7 +7,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from lit_fused.parallel.checkpoint import consolidate as consolidate
 from lit_fused.parallel.checkpoint import read_weights as read_weights
 from lit_fused.parallel.collectives import (
-    OnTheWay,
+    HostCopy,
     are_finite,
     clip_to_norm,
     clip_to_value,

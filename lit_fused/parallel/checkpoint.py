@@ -39,7 +39,16 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lit_fused.atomic import REST, partial_of, put_in_place, remove, removed_on_failure, whole_checkpoint, written_whole
+from lit_fused.atomic import (
+    REST,
+    newest_of,
+    partial_of,
+    put_in_place,
+    remove,
+    removed_on_failure,
+    whole_checkpoint,
+    written_whole,
+)
 from lit_fused.errors import UserError
 from lit_fused.parallel.collectives import objects_of_ranks
 from lit_fused.parallel.snapshot import Snapshots
@@ -268,6 +277,14 @@ def wait_for_checkpoints(strategy: Strategy) -> None:
     """Wait until all checkpoints that were saved are whole."""
     if isinstance(strategy.checkpoint_io, CheckpointFiles):
         strategy.checkpoint_io.wait()
+
+
+def newest_checkpoint(trainer: L.Trainer) -> str:
+    """Return the path of the newest whole checkpoint from which this run can be resumed; "" if there is none."""
+    wait_for_checkpoints(trainer.strategy)
+    names = ("last_model_path", "best_model_path")
+    saved = [getattr(callback, name, "") for callback in trainer.checkpoint_callbacks for name in names]
+    return str(newest_of([path for path in (*saved, trainer.ckpt_path) if path]) or "")
 
 
 class FolderCheckpoints(ModelParallelStrategy):

@@ -65,11 +65,10 @@ def on_device(numbers: Tensor, device: torch.device) -> Tensor:
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
-class OnTheWay:
-    """Brings some numbers, (n,), or ``over_ranks`` the largest of all ranks, to the host; read later, the device waits
-    for nothing.
+class HostCopy:
+    """An asynchronous copy of some numbers, (n,), to the host: the device waits for nothing if it is read later.
 
-    Every rank makes one of those of all ranks at the same time.
+    ``over_ranks`` copies the largest numbers of all ranks, each of which has to make the copy at the same time.
     """
 
     def __init__(self, numbers: Tensor, *, over_ranks: bool = True) -> None:

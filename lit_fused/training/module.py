@@ -39,7 +39,7 @@ from lit_fused.models.masked_language_model import MaskedLanguageModel
 from lit_fused.models.seq2seq_language_model import Seq2SeqLanguageModel
 from lit_fused.ops.label_checks import IGNORE_INDEX
 from lit_fused.parallel import (
-    OnTheWay,
+    HostCopy,
     clip_to_norm,
     clip_to_value,
     gradients_of,
@@ -54,6 +54,7 @@ from lit_fused.training.optimizers import (
     weight_decay_groups,
     with_schedule,
 )
+from lit_fused.training.out_of_memory import MemoryExplained
 from lit_fused.training.spot_checks import SpotChecks
 from lit_fused.training.trained_model import TrainedModel
 
@@ -89,8 +90,10 @@ class FusedLMModule(TrainedModel):
             epoch with ``val/loss`` (without validation ``train/loss``). Default: :func:`cosine_with_warmup`; a
             constant rate if an optimizer is given.
         check_every_n_steps: compare loss, logits and their gradients of a slice of a batch with the model's own, in the
-            first batch with labels of training, the first of each evaluation, and every n-th step of training; 0:
-            never. What differs stops the run.
+            first batch with labels of training, the first of each evaluation, the first with an entry that none had
+            before, and every n-th step of training; 0: never. What differs stops the run.
+        own_loss_differs: the model's own loss is another one, and ``loss`` is to take its place: only logits are
+            compared.
         compile: "regional" compiles each of the backbone's layers (``torch.compile``), "whole" all of it, "none" none,
             and "auto" each layer where a GPU trains, a compiler is there and neither model nor strategy is against it.
     """
@@ -110,6 +113,7 @@ class FusedLMModule(TrainedModel):
         scheduler: LRScheduler | Callable[..., LRScheduler] | None = None,
         *,
         check_every_n_steps: int = 100,
+        own_loss_differs: bool = False,
         compile: str = "none",
     ) -> None:
         check_choice("compile", compile, COMPILE)
@@ -120,6 +124,7 @@ class FusedLMModule(TrainedModel):
         if self.loss_class is not None and not isinstance(loss, self.loss_class):
             raise UserError(f"{type(self).__name__} {self._needs_loss.format(type(loss).__name__)}")
         super().__init__(self.language_model(backbone, loss), compile)
+        self.model.own_loss_differs = own_loss_differs
         default = partial(AdamW, lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=None)
         self.make_optimizer = optimizer or default
         self.make_scheduler = cosine_with_warmup if scheduler is None and optimizer is None else scheduler
@@ -128,7 +133,7 @@ class FusedLMModule(TrainedModel):
         self.metrics = StageMetrics(self.model.statistics)
         self.average = TokenAverage()
         self.gradient_norms: list[Tensor] = []  # of this optimiser step, by optimiser
-        self._loss_for_bar: OnTheWay | None = None  # of the last step
+        self._loss_for_bar: HostCopy | None = None  # of the last step
         self._started = False
         self._ends_step = True  # the present micro-batch, an optimiser step
 
@@ -155,7 +160,7 @@ class FusedLMModule(TrainedModel):
         self.model.training = True  # What it trains differs from what it evaluates; Lightning leaves modes as they are.
         self.average = TokenAverage()
         self.gradient_norms, self._loss_for_bar = [], None
-        self._largest_batch = torch.Size((0, 0))
+        self.largest_batch = torch.Size((0, 0))
         for optimizer in self.trainer.optimizers:
             self._hooks.append(optimizer.register_step_post_hook(self._refuse_sums))
             step_on_parts(optimizer)
@@ -181,11 +186,11 @@ class FusedLMModule(TrainedModel):
             self.gradient_norms = []
             if accumulated > 1 or not self.automatic_optimization:
                 self._resume.begin_step(self)
-        self._largest_batch = max(self._largest_batch, labels_of(batch).shape, key=lambda shape: shape.numel())
-        step = self.trainer.global_step
-        if not self.average.batches and self._checks.is_due("training", step):
-            self._checks.run("training", step, self.model, batch, self.placement)
-        output = self.placement.run(self.model, batch, self.compute_loss, 1 / LOSS_DIVISOR)
+        self.largest_batch = max(self.largest_batch, labels_of(batch).shape, key=lambda shape: shape.numel())
+        step = None if self.average.batches else self.trainer.global_step
+        self._checks.run_if_due("training", self.model, batch, self.placement, step)
+        with MemoryExplained(self):
+            output = self.placement.run(self.model, batch, self.compute_loss, 1 / LOSS_DIVISOR)
         return self.average.returned(output, accumulated)
 
     def compute_loss(self, batch: Batch) -> LossOutput:
@@ -213,7 +218,8 @@ class FusedLMModule(TrainedModel):
                 "(with manual optimization: give it to manual_backward), because gradients are averaged over the "
                 "tokens of the whole step; to change the loss itself, override compute_loss(batch)"
             )
-        super().backward(loss, *args, **kwargs)
+        with MemoryExplained(self):
+            super().backward(loss, *args, **kwargs)
         if self.automatic_optimization and self._ends_step:
             self.average_gradients()
 
@@ -227,7 +233,8 @@ class FusedLMModule(TrainedModel):
             self.average_gradients()  # unless backward has: the last micro-batch may have had none
             return loss
 
-        super().optimizer_step(epoch, batch_idx, optimizer, closure)
+        with MemoryExplained(self):
+            super().optimizer_step(epoch, batch_idx, optimizer, closure)
 
     def average_gradients(self) -> None:
         """Turn the gradients of all backward passes since the last optimiser step, in place, into those of the mean
@@ -284,7 +291,7 @@ class FusedLMModule(TrainedModel):
         bar = self.trainer.progress_bar_callback
         self.log("train/loss", loss, prog_bar=not loss.is_cuda)
         if loss.is_cuda and bar is not None:
-            before, self._loss_for_bar = self._loss_for_bar, OnTheWay(loss.reshape(1), over_ranks=False)
+            before, self._loss_for_bar = self._loss_for_bar, HostCopy(loss.reshape(1), over_ranks=False)
             if before is not None:
                 self.trainer.progress_bar_metrics["train/loss"] = before.read()[0]
 
@@ -307,8 +314,7 @@ class FusedLMModule(TrainedModel):
         if not batch_idx and self.trainer.state.fn == TrainerFn.FITTING:
             warn_of_repeated_rows(self.trainer.val_dataloaders, "validation")
         self.placement.check_batch(self.model, batch, batch_idx)
-        if self._checks.is_due("evaluation", 0):
-            self._checks.run("evaluation", 0, self.model, batch, self.placement)
+        self._checks.run_if_due("evaluation", self.model, batch, self.placement)
         self.metrics.update(self._stage, dataloader_idx, self.compute_loss(batch))
 
     test_step = validation_step

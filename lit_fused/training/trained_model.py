@@ -19,6 +19,7 @@ from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 from lit_fused.errors import UserError
 from lit_fused.export.huggingface import outline, write_folder
 from lit_fused.heads import evaluation_mode, peft_model
+from lit_fused.metrics import metric_names
 from lit_fused.models.compilation import compile_backbone
 from lit_fused.models.generation import check_generates
 from lit_fused.models.hub import auto_class
@@ -30,6 +31,7 @@ from lit_fused.parallel import Placement, are_finite, local, placement_of
 from lit_fused.parallel.checkpoint import check_same_model, read_checkpoint, shapes_of
 from lit_fused.training.average import TokenAverage
 from lit_fused.training.frozen import FrozenModel
+from lit_fused.training.monitors import check_monitors
 from lit_fused.training.resume import ExactResume, keep_own_paths, order_states
 
 
@@ -66,7 +68,7 @@ class TrainedModel(L.LightningModule):
         self._compile = compile  # "none" once the model is compiled
         self._is_set_up = False
         self._hooks: list[RemovableHandle] = []  # of optimisers, which a project may have given and keeps
-        self._largest_batch = torch.Size((0, 0))  # shape of the labels
+        self.largest_batch = torch.Size((0, 0))  # that was trained on, the shape of the labels
         self._resume = ExactResume()
 
     @property
@@ -148,7 +150,13 @@ class TrainedModel(L.LightningModule):
 
     # Checkpoints.
 
+    @property
+    def metric_names(self) -> set[str]:
+        """The names that it may log after "train/", "val/" and "test/"."""
+        return metric_names(self.model.statistics)
+
     def on_fit_start(self) -> None:
+        check_monitors(self.trainer, self, self.metric_names)
         callbacks: list[L.Callback] = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         if any(isinstance(callback, LearningRateFinder | BatchSizeFinder) for callback in callbacks):
             # They have just found another rate or number of steps than the optimisers and schedules were made with.
@@ -220,7 +228,7 @@ class TrainedModel(L.LightningModule):
 
     def largest_logits(self) -> tuple[str, float]:
         """Describe the logits of the largest micro-batch trained on, and give their size in GiB as float32."""
-        batch, sequence = self._largest_batch
+        batch, sequence = self.largest_batch
         fate = {True: "built by this loss", False: "never built", None: "if built"}[self.model.loss.builds_logits]
         if fate == "never built" and batch * sequence <= MIN_CHUNK_ROWS:
             fate = "no more than one chunk"

@@ -1,17 +1,21 @@
 """The folder of a run: no run replaces another one, and one that was refused leaves none."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from commands import SYNTHETIC, TINY_MODEL, train
 
-from lit_fused.app.run_folder import claim, leave_nothing, metric_rows, read_run_file
+from lit_fused.app.run_folder import claim, leave_nothing, metric_rows, new_folder, read_run_file
 from lit_fused.errors import UserError
 
 
 def test_a_run_takes_no_folder_of_another_and_goes_on_in_its_own(tmp_path):
-    claim(tmp_path / "run", {"overrides": ["seed=1"]}, None)
+    descriptor = claim(tmp_path / "run", {"overrides": ["seed=1"]}, None)
+    with pytest.raises(UserError, match="of a process that writes into it"):
+        claim(tmp_path / "run", {"overrides": []}, str(tmp_path / "run" / "last.ckpt"))
+    os.close(descriptor)
     newest = tmp_path / "run" / "checkpoints" / "step-000010.ckpt"
     newest.parent.mkdir()
     newest.touch()
@@ -21,18 +25,42 @@ def test_a_run_takes_no_folder_of_another_and_goes_on_in_its_own(tmp_path):
             UserError, match=rf"has a run already; resume it with ckpt_path={newest}, or choose another"
         ):
             claim(tmp_path / "run", {"overrides": []}, path)
-    claim(tmp_path / "run", {"overrides": ["seed=2"]}, str(newest))
+    os.close(claim(tmp_path / "run", {"overrides": ["seed=2"]}, str(newest)))
     assert read_run_file(tmp_path / "run")["overrides"] == ["seed=2"]
     assert [path.name for path in (tmp_path / "run").glob("*.csv")] == ["metrics.1.csv"]
 
 
+def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = [new_folder("outputs/day/10-20-30") for _ in range(3)]
+    assert found == ["outputs/day/10-20-30", "outputs/day/10-20-30-2", "outputs/day/10-20-30-3"]
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert new_folder("outputs/day/10-20-30") == "outputs/day/10-20-30", "a further rank is told the first one's"
+
+
+@pytest.mark.slow
+def test_two_sweeps_and_two_runs_at_once_do_not_meet(tmp_path):
+    second = "hydra.run.dir=${new_folder:outputs/day/second}", "hydra.sweep.dir=${new_folder:multirun/day/second}"
+    job = [*SYNTHETIC, *TINY_MODEL, "trainer.max_steps=2", "callbacks=measure", "trainer.enable_checkpointing=false"]
+    for words in ([], ["trainer.devices=2", "strategy=ddp", "trainer.accelerator=cpu"], ["-m", "seed=1,2"], ["-m"]):
+        done = train(tmp_path, *words, *job, *second)
+        assert done.status == 0, done.output
+    ended = {str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob("summary.json")}
+    runs = {"outputs/day/second", "outputs/day/second-2"}
+    assert ended == runs | {f"multirun/day/second{job}" for job in ("/0", "/1", "-2/0")}
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/day/*")} == runs | {
+        "multirun/day/second",
+        "multirun/day/second-2",
+    }
+
+
 def test_a_run_takes_the_folder_of_one_that_failed_without_results(tmp_path):
-    claim(tmp_path, {"overrides": []}, None)
+    os.close(claim(tmp_path, {"overrides": []}, None))
     with pytest.raises(UserError, match="has a run already; choose another folder"):
         claim(tmp_path, {}, None)
     for name in ("error.txt", "run.json.partial"):
         (tmp_path / name).touch()
-    claim(tmp_path, {"overrides": []}, None)
+    os.close(claim(tmp_path, {"overrides": []}, None))
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 

@@ -5,10 +5,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 from transformers import T5ForConditionalGeneration
 from word_data import Words, tiny_t5
@@ -25,24 +24,7 @@ from lit_fused.callbacks import (
     TokenThroughput,
     throughput,
 )
-from lit_fused.callbacks.training_progress import console_beside_bar
 from lit_fused.data import SyntheticDataModule
-
-
-def test_while_a_rich_bar_is_live_others_print_through_its_console(tmp_path):
-    found = []
-
-    class Printer(L.Callback):
-        def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            bar = trainer.progress_bar_callback
-            assert isinstance(bar, RichProgressBar)
-            assert bar.progress is not None
-            found.append(console_beside_bar(trainer) is bar.progress.console)
-
-    bar = RichProgressBar()
-    trainer = quiet_trainer(tmp_path, max_steps=1, enable_progress_bar=True, callbacks=[bar, Printer()])
-    trainer.fit(FusedCausalLMModule(tiny_llama()), Words())
-    assert found == [True]
 
 
 def test_samples_before_and_after_differ_and_do_not_disturb_training(tmp_path, capsys):

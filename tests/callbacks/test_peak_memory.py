@@ -118,17 +118,6 @@ def test_its_figures_tell_the_standard_loss_from_the_chunked_one_on_a_vocabulary
     assert re.search(rf"│ peak +│ +{first / 1024:.3f} │\n├─+┼─+┤\n│ logits", printed), printed
 
 
-def test_what_is_garbage_when_training_begins_is_given_back_and_does_not_count(tmp_path):
-    cycle: list[Any] = [torch.ones(16_000) for _ in range(5000)]  # 64 KB each: none has a mapping of its own
-    last = cycle.pop()  # With it at the heap's end, the C library gives nothing back by itself.
-    cycle.append(cycle)
-    before = peak_memory.linux_memory("VmRSS")
-    del cycle
-    _, [step] = monitored([{"forward": 1, "backward": 1, "optimizer": 1}], tmp_path)
-    assert before / MIB - mib(step["memory/peak_allocated_gib"]) > 200
-    assert last.sum() == 16_000
-
-
 def test_where_the_kernel_offers_no_peak_it_says_so_and_trains_on(tmp_path, monkeypatch):
     def missing(self: Any) -> None:
         raise OSError("no such file")

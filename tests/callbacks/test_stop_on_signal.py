@@ -2,12 +2,12 @@
 
 import csv
 import os
+import pty
 import re
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import forked
@@ -15,10 +15,10 @@ import lightning as L
 import pytest
 import torch
 from checkpoint_fits import train
-from commands import ROOT, SYNTHETIC, TIMEOUT_S, TINY_MODEL, environment
+from commands import ROOT, SYNTHETIC, TIMEOUT_S, TINY_MODEL, command, environment
 from ranks import each
 
-from lit_fused.callbacks import RunCheckpoint, StopOnSignal, stop_on_signal
+from lit_fused.callbacks import RunCheckpoint, StopOnSignal
 from lit_fused.errors import Stopped
 from lit_fused.parallel.checkpoint import read_weights
 from lit_fused.parallel.collectives import objects_of_ranks
@@ -54,7 +54,12 @@ def step_of(path: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+    ("number", "code"),
+    [
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_ends_a_run_after_a_step_that_is_saved(number, code, tmp_path):
     status, output = stopped(tmp_path, SMALL, lambda text: "step 1/5000" in text, number)
@@ -69,48 +74,27 @@ def test_a_signal_ends_a_run_after_a_step_that_is_saved(number, code, tmp_path):
     )
     assert f"{name}: the run stops after this step" in output
     assert re.search(rf"Stopped at step {step}\. Resume with:\n  .*ckpt_path={path}\n", output)
+    assert output.count("ckpt_path=") == 1
     assert not (tmp_path / "out" / "exported").exists()
     with (tmp_path / "out" / "metrics.csv").open() as file:
         logged = [int(row["step"]) + 1 for row in csv.DictReader(file) if row["train/loss"]]
     assert max(logged) == step
 
 
-def test_no_device_waits_for_the_ranks_to_agree_until_the_next_batch_has_ended(monkeypatch):
-    read: list[int] = []
-
-    class Numbered:
-        def __init__(self, numbers: torch.Tensor) -> None:
-            self.asked = int(numbers)
-
-        def read(self) -> list[int]:
-            read.append(self.asked)
-            return [self.asked]
-
-    monkeypatch.setattr(stop_on_signal, "OnTheWay", Numbered)
-    strategy = SimpleNamespace(root_device=torch.device("cpu"), launcher=None)
-    trainer: Any = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
-    loop: Any = trainer.fit_loop.epoch_loop
-    trainer = SimpleNamespace(
-        world_size=2, strategy=strategy, checkpoint_callbacks=[], is_global_zero=False, fit_loop=trainer.fit_loop
-    )
-    monkeypatch.setattr(torch.distributed, "broadcast", lambda *_, **__: read.append(-1))
-    loop._broadcast_sigterm_tensor()  # Lightning's question before each batch, whose answer a device is waited for
-    assert read.pop() == -1
-    callback = StopOnSignal()
-    callback.setup(trainer, None, "fit")  # type: ignore[arg-type]
-    try:
-        callback.on_train_start(trainer, None)  # type: ignore[arg-type]
-        loop._broadcast_sigterm_tensor()
-        callback.on_train_batch_end()
-        assert read == []
-        os.kill(os.getpid(), signal.SIGTERM)
-        callback.on_train_batch_end()
-        callback.on_train_batch_start()
-        callback.on_train_batch_end()
-        assert read == [0, signal.SIGTERM]
-    finally:
-        for number, handler in callback._previous.items():
-            signal.signal(number, handler)
+@pytest.mark.slow
+def test_a_run_whose_terminal_closes_saves_its_step(tmp_path):
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(tmp_path)
+        os.execvpe(command()[0], command(*SMALL), environment(tmp_path))
+    output, deadline = "", time.monotonic() + TIMEOUT_S
+    while not re.search("step [1-9]", output) and time.monotonic() < deadline:
+        output += os.read(terminal, 65536).decode(errors="replace")
+    os.close(terminal)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 129
+    assert 0 < step_of(tmp_path / LAST) < 1000
+    assert (tmp_path / "out" / "error.txt").read_text().startswith("stopped by SIGHUP at step")
 
 
 SOON = [*SMALL, "trainer.max_steps=3"]

@@ -85,7 +85,7 @@ def test_calls_that_ask_for_no_head_are_as_before(scored):
     add_fused_lm_head(model)
     lit_fused.fuse(model)
     answer = model(**BATCH, fused_lm_head=False)
-    assert answer.logits is None
+    assert not isinstance(answer.logits, Tensor)
     torch.testing.assert_close(answer.loss, own)
     assert model(input_ids=BATCH["input_ids"]).logits is not None
     assert model(**BATCH, fused_lm_head=True).log_probs is not None

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from lit_fused import FusedCausalLMModule, LanguageModel, LinearCrossEntropyLoss, UserError
 from lit_fused.losses import CrossEntropyLoss, Loss, ModelInternalLoss
 from lit_fused.models.masked_language_model import MaskedLanguageModel
-from lit_fused.objectives import PolicyLoss
 
 BATCH = tiny_batch()
 WEIGHTS = torch.rand(BATCH["labels"].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
@@ -140,17 +139,6 @@ def test_an_entry_that_nothing_reads_or_that_weighs_nothing_has_one_warning(entr
         warnings.simplefilter("default")
         trainer.fit(module, loader([BATCH | entries] * 2), loader([BATCH | entries]))
     assert len([w for w in caught if re.search(words, str(w.message))]) == 1
-
-
-@pytest.mark.parametrize("name", ["group_std", "advantages"])
-def test_rollouts_from_which_no_policy_is_learned_have_a_warning(name):
-    batch, model = rollouts()[0], LanguageModel(tiny_model("qwen3"), PolicyLoss())
-    zeros = {"group_std": torch.zeros(2), "advantages": torch.zeros(2, 1)}
-    with pytest.warns(UserWarning, match="the advantages of the first batch are all zero"):
-        model.look_at(batch | {name: zeros[name]})
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="the advantages")
-        model.look_at(batch)
 
 
 def test_entries_with_names_of_their_own_and_weights_that_are_partly_zero_have_no_warning():

@@ -14,9 +14,7 @@ from hydra.utils import instantiate
 from peft import LoraConfig, get_peft_model
 from ranks import call
 from tiny_models import TinyBackbone, tiny_model
-from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.debug import CommDebugMode
 
 from lit_fused import LinearCrossEntropyLoss, UserError
 from lit_fused.app.commands import MODES
@@ -69,11 +67,6 @@ def test_a_backend_without_a_vocabulary_parallel_form_is_refused(loss):
         check_plan(LanguageModel(tiny_model("llama"), LinearCrossEntropyLoss(loss)), 2, training=True)
 
 
-def test_dropout_does_not_matter_where_nothing_is_trained():
-    model = LanguageModel(tiny_model("llama", attention_dropout=0.1), LinearCrossEntropyLoss())
-    check_plan(model, 2, training=False)
-
-
 @pytest.mark.parametrize(
     ("overrides", "sizes"),
     [
@@ -109,59 +102,6 @@ def test_the_command_line_groups_the_trainers_devices(overrides, sizes):
 def test_devices_that_cannot_be_grouped_are_refused_before_any_process_starts(arguments, wanted):
     with pytest.raises(UserError, match=f"1 x 3 devices cannot be grouped by {wanted}"):
         L.Trainer(accelerator="cpu", devices=3, strategy=FSDP2Strategy(**arguments), logger=False)
-
-
-class WithResidual(nn.Module):
-    """Adds a feed-forward layer's input to its output, which is for more than its matrices then."""
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj, self.act = (
-            layer.gate_proj,
-            layer.up_proj,
-            layer.down_proj,
-            layer.act_fn,
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x)) + 0.5 * x
-
-
-def count_sums(rank: int, folder: Path, kind: str) -> None:
-    """Save how many sums over two ranks a forward and a backward take, and a gradient, on the first rank."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    model = LanguageModel(built(kind), LinearCrossEntropyLoss())
-    divide(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tensor_parallel",)), torch.device("cpu"))
-    with CommDebugMode() as communication:
-        gradient = gradient_of(model.backbone)
-    if rank == 0:
-        sums = sum(n for name, n in communication.get_comm_counts().items() if "all_reduce" in str(name))
-        torch.save({"sums": sums, "gradient": gradient}, folder / "found.pt")
-    dist.barrier()
-
-
-def built(kind: str) -> Any:
-    torch.manual_seed(0)
-    model = tiny_model("llama")
-    if kind == "input used twice":
-        for layer in model.model.layers:
-            layer.mlp = WithResidual(layer.mlp)
-    return model
-
-
-def gradient_of(model: Any) -> Tensor:
-    tokens = torch.arange(12).view(2, 6)
-    model(input_ids=tokens, use_cache=False).logits.square().sum().backward()
-    return model.model.norm.weight.grad
-
-
-@pytest.mark.parametrize(("kind", "of_a_layer"), [("as it comes", 4), ("input used twice", 7)])
-def test_matrices_that_read_one_input_sum_its_gradient_once_where_nothing_else_reads_it(tmp_path, kind, of_a_layer):
-    call(count_sums, 2, tmp_path, kind, timeout=60)
-    found, whole = torch.load(tmp_path / "found.pt"), built(kind)
-    of_embedding_and_logits = 2
-    assert found["sums"] == of_a_layer * whole.config.num_hidden_layers + of_embedding_and_logits
-    torch.testing.assert_close(found["gradient"], gradient_of(whole), rtol=1e-5, atol=1e-6)
 
 
 def say_what_refuses(rank: int, folder: Path, architecture: str) -> None:

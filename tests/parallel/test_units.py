@@ -105,12 +105,6 @@ def train(rank: int, folder: Path, kind: str) -> None:
     dist.barrier()
 
 
-def test_units_stay_gathered_where_they_are_a_fortieth_of_a_devices_memory():
-    unit = [nn.Linear(256, 1024, bias=False)]  # of one MiB
-    assert sharded.stay_gathered([unit, unit], 40 * 2**20)  # the same parameters, once
-    assert not sharded.stay_gathered([unit, [nn.Linear(1, 1)]], 40 * 2**20)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["as it comes", "activation checkpointing", "two layers left out", "kept until backward"]

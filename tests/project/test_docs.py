@@ -43,10 +43,7 @@ def test_the_site_builds_with_every_page_and_fetches_nothing(tmp_path: Path) -> 
     done = build_site.build(config)
     assert done.returncode == 0, done.stdout + done.stderr
     listed = set(pages_of(yaml.safe_load(config.read_text())["nav"]))
-    site, staged = (
-        tmp_path / "site",
-        {path.relative_to(tmp_path / "docs") for path in (tmp_path / "docs").rglob("*.md")},
-    )
+    site, staged = tmp_path / "site", {p.relative_to(tmp_path / "docs") for p in (tmp_path / "docs").rglob("*.md")}
     for page in staged:  # a README is its folder's index
         assert (site / page.with_name(page.name.replace("README", "index"))).with_suffix(".html").exists(), page
     codes = {page for page in staged if page.as_posix().endswith((".py.md", ".sbatch.md"))}  # linked from their index
@@ -125,21 +122,6 @@ def test_a_link_that_leads_nowhere_fails_the_build(tmp_path: Path) -> None:
     assert done.returncode, output
     for name in links:
         assert f"no_{name}" in output, output
-
-
-@pytest.mark.parametrize(
-    ("page", "link", "expected"),
-    [
-        ("README.md", "docs/losses.md#options", "losses.md#options"),
-        ("README.md", "examples/quickstart.ipynb", "examples/quickstart.ipynb.md"),
-        ("README.md", "https://x.org/a.md", "https://x.org/a.md"),
-        ("docs/losses.md", "../README.md", "index.md"),
-        ("docs/migration/index.md", "../../examples/lora.py", "../examples/lora.py.md"),
-        ("examples/README.md", "../docs/losses.md", "../losses.md"),
-    ],
-)
-def test_links_between_files_become_links_between_pages(page: str, link: str, expected: str) -> None:
-    assert build_site.moved_links(f"[a]({link})", page) == f"[a]({expected})"
 
 
 def test_the_table_of_options_is_what_each_loss_takes() -> None:

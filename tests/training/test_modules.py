@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from errors_of import relative_error
 from large_batch import ROUNDING, one_large_batch_training
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning_helpers import VOCABULARY, loader, quiet_trainer, ragged_batches, tiny_llama
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, get_constant_schedule, get_cosine_schedule_with_warmup
+from transformers import AutoModelForCausalLM, get_constant_schedule
 
 from lit_fused import (
     CrossEntropyLoss,
@@ -259,23 +259,6 @@ def test_weights_decay_and_gains_and_biases_do_not():
     assert plain["weight_decay"] == 0.0
 
 
-def test_the_learning_rate_warms_up_and_decays_by_optimiser_steps(tmp_path):
-    rates: list[float] = []
-
-    class Rates(L.Callback):
-        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-            rates.append(optimizer.param_groups[0]["lr"])
-
-    module = FusedCausalLMModule(
-        tiny_llama(),
-        optimizer=partial(torch.optim.AdamW, lr=1.0),
-        scheduler=partial(get_cosine_schedule_with_warmup, num_warmup_steps=2),
-    )
-    trainer = quiet_trainer(tmp_path, max_steps=6, accumulate_grad_batches=2, callbacks=[Rates()])
-    trainer.fit(module, loader(ragged_batches(12)))
-    assert rates == pytest.approx([0.0, 0.5] + [0.5 * (1 + math.cos(math.pi * i / 4)) for i in range(4)])
-
-
 def checkpointed(folder: Path, **options: Any) -> L.Trainer:
     callbacks = [ModelCheckpoint(folder, save_last=True, every_n_train_steps=2, save_top_k=0)]
     return quiet_trainer(folder, enable_checkpointing=True, callbacks=callbacks, **options)
@@ -372,3 +355,63 @@ def test_tokens_outside_the_embedding_stop_the_first_batch_with_a_sentence(tmp_p
     batch["input_ids"] = batch["input_ids"] + VOCABULARY
     with pytest.raises(UserError, match="input_ids must lie in .0, 61.*does the tokenizer have more entries"):
         fit(FusedCausalLMModule(tiny_llama()), [batch], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("callback", "words"),
+    [
+        (ModelCheckpoint(monitor="val/los"), r"ModelCheckpoint monitors 'val/los', .*\(did you mean val/loss\?\)"),
+        (EarlyStopping("val_loss"), r"EarlyStopping monitors 'val_loss', .*\(did you mean val/loss\?\)"),
+    ],
+)
+def test_a_misspelt_metric_is_answered_before_training_where_no_project_logs_its_own(callback, words, tmp_path):
+    class Own(Spy):
+        def on_validation_epoch_end(self) -> None:
+            super().on_validation_epoch_end()
+            self.log(callback.monitor, 1.0)
+
+    def run(module: Any) -> int:
+        trainer = quiet_trainer(tmp_path, max_steps=2, callbacks=[callback], enable_checkpointing=True)
+        trainer.fit(module, loader(ragged_batches(2)), loader(ragged_batches(2)))
+        return trainer.global_step
+
+    with pytest.raises(UserError, match=words):
+        run(FusedCausalLMModule(tiny_llama()))
+    assert run(Own(tiny_llama())) == 2
+
+
+def test_every_metric_that_is_logged_can_be_monitored(tmp_path):
+    module = FusedCausalLMModule(tiny_llama(), LinearCrossEntropyLoss(label_smoothing=0.1, z_loss=1e-2))
+    trainer = fit(module, ragged_batches(2), tmp_path)
+    trainer.validate(module, [loader(ragged_batches(2))] * 2, verbose=False)
+    for name in trainer.callback_metrics:
+        saver = ModelCheckpoint(tmp_path, monitor=name)
+        quiet_trainer(tmp_path, max_steps=0, callbacks=[saver], enable_checkpointing=True).fit(
+            module, loader(ragged_batches(1))
+        )
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "optimizer"])
+def test_a_step_that_runs_out_of_memory_says_what_to_change_and_where_the_last_state_is(place, tmp_path):
+    said = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB of which 1 is free."
+
+    def fails(*_: Any, **__: Any) -> Any:
+        if trainer.global_step == 2:
+            raise torch.OutOfMemoryError(said)
+
+    module, trainer = FusedCausalLMModule(tiny_llama()), checkpointed(tmp_path, max_steps=4)
+    if place == "forward":
+        module.backbone.register_forward_pre_hook(fails)
+    elif place == "backward":
+        module.backbone.get_parameter("model.embed_tokens.weight").register_hook(fails)
+    else:
+        module.on_before_optimizer_step = fails
+    words = (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. Step 3, of micro-batches of 2 x 12 labels, needs more memory"
+    )
+    with pytest.raises(UserError, match=words) as raised:
+        trainer.fit(module, loader(ragged_batches(4)))
+    assert isinstance(raised.value, torch.OutOfMemoryError), "Lightning's search for a batch size knows it"
+    assert "model.activation_checkpointing=true; a smaller data.batch_size" in str(raised.value)
+    assert str(raised.value).endswith(f"The state of before is in {tmp_path / 'last.ckpt'}")
+    assert str(raised.value.__cause__) == said

@@ -11,7 +11,6 @@ from errors_of import relative_error
 from head_cases import grad_of
 from large_batch import ROUNDING
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.tuner.tuning import Tuner
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 from torch import Tensor, nn
 from transformers import get_constant_schedule
@@ -91,21 +90,6 @@ def test_a_callback_sees_the_mean_loss_of_a_batch_and_hooks_see_the_gradient_of_
         assert relative_error(found, gradient) < ROUNDING
 
 
-def test_a_learning_rate_finder_sees_mean_losses(tmp_path):
-    batches = [ragged_batches(5)[3]] + [ragged_batches(5, batch=8)[0]] * 7
-    trainer = quiet_trainer(tmp_path, max_epochs=1)
-    finder: Any = Tuner(trainer).lr_find(
-        module(), loader(batches), min_lr=1e-9, max_lr=1e-8, num_training=8, update_attr=False
-    )
-    with torch.no_grad():
-        expected = [mean_loss(tiny_llama(), [batch]).item() for batch in batches]
-    smoothed, found = 0.0, finder.results["loss"]
-    for step, loss in enumerate(expected[: len(found)]):
-        smoothed = 0.98 * smoothed + 0.02 * loss
-        assert found[step] == pytest.approx(smoothed / (1 - 0.98 ** (step + 2)), rel=1e-4)
-    assert len(found) > 4
-
-
 CHANGES: dict[str, Any] = {
     "doubled": lambda self, loss: 2 * loss,
     "with a penalty": lambda self, loss: loss + 0.1 * self.backbone.lm_head.weight.square().sum(),
@@ -154,37 +138,6 @@ def test_a_micro_batch_that_is_dropped_after_its_step_does_not_count(dropped, tm
     gradients, _, weights = trained(kept)
     assert relative_error(dropping.steps[0], gradients[0]) < ROUNDING
     assert error_of_weights(dropping, weights) < ROUNDING
-
-
-class AtBatch(L.Callback):
-    """Changes accumulate_grad_batches before some batches."""
-
-    def __init__(self, changes: dict[int, int]) -> None:
-        self.changes = changes
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        trainer.accumulate_grad_batches = self.changes.get(batch_idx, trainer.accumulate_grad_batches)
-
-
-@pytest.mark.parametrize(
-    ("first", "changes", "windows"),
-    [
-        (4, {2: 3}, [[0, 1, 3], [4, 5, 6]]),  # shortened in a window
-        (2, {1: 4}, [[0, 1, 3, 4], [5, 6]]),  # lengthened in it
-        (2, {3: 3}, [[0, 1], [4, 5, 6]]),  # Lightning drops the gradients of a batch
-    ],
-)
-def test_a_window_that_changes_is_the_mean_over_the_batches_whose_gradients_are_in_it(
-    first, changes, windows, tmp_path
-):
-    batches = ragged_batches(7)
-    order = [batches[i] for i in (0, 1, 3, 4, 5, 6)]
-    trainer = quiet_trainer(
-        tmp_path, max_epochs=1, precision="64-true", accumulate_grad_batches=first, callbacks=[AtBatch(changes)]
-    )
-    changed = module(Watched)
-    trainer.fit(changed, loader(order))
-    assert error_of_weights(changed, trained([[batches[i] for i in window] for window in windows])[2]) < ROUNDING
 
 
 class Manual(FusedCausalLMModule):
@@ -321,17 +274,3 @@ def test_gradients_of_the_last_step_are_freed_before_the_next_forward_unless_a_h
         trainer = quiet_trainer(tmp_path, max_steps=2, accumulate_grad_batches=2, callbacks=[callback])
         trainer.fit(module, loader(ragged_batches(4)))
         assert callback.freed == expected
-
-
-def test_gradients_that_a_hook_has_changed_are_clipped_by_their_own_norm(tmp_path):
-    class Module(FusedCausalLMModule):
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            for parameter in self.parameters():
-                assert parameter.grad is not None
-                parameter.grad.mul_(2)
-
-    module = Module(tiny_llama(), None, partial(torch.optim.SGD, lr=1.0), get_constant_schedule)
-    before = [p.detach().clone() for p in module.parameters()]
-    quiet_trainer(tmp_path, max_steps=1, gradient_clip_val=1e-3).fit(module, loader(ragged_batches(1)))
-    moved = torch.stack([(p - q).detach().norm() for p, q in zip(module.parameters(), before, strict=True)]).norm()
-    assert moved.item() == pytest.approx(1e-3, rel=1e-2)

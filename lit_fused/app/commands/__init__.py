@@ -52,15 +52,16 @@ def run(cfg: DictConfig) -> float | None:
     """Check the configuration and do what ``cfg.mode`` says, showing a UserError as its message. Return the metric
     ``cfg.metric`` for a sweeper that searches, else None."""
     folder, sweeps, first = Path(cfg.output_dir), HydraConfig.get().mode == RunMode.MULTIRUN, is_first_rank()
-    claimed = False
+    claimed: int | None = None  # the descriptor of the folder
     if not first:
         end_with_parent()
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _stop)
+        for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, _stop)
     try:
         if first and (sweeps or cfg.mode in ("fit", "validate", "test")):
-            claim(folder, _beginning(cfg), cfg.ckpt_path if cfg.mode == "fit" else None)
-            claimed = True
+            claimed = claim(folder, _beginning(cfg), cfg.ckpt_path if cfg.mode == "fit" else None)
         _silence_other_packages()
         check_config(cfg, MODES)
         refuse_code_of_folders(cfg)
@@ -73,7 +74,7 @@ def run(cfg: DictConfig) -> float | None:
         return mode(cfg)
     except BaseException as raised:  # A signal raises Stopped.
         error = _before_teardown(raised)
-        if claimed:
+        if claimed is not None:
             record_failure(folder / "error.txt", error)
         if isinstance(error, UserError):
             if not first:  # The first rank mostly says the same, and this process ends with it.
@@ -88,7 +89,9 @@ def run(cfg: DictConfig) -> float | None:
         raise error from None if error is not raised else error.__cause__
     finally:
         if first and not sweeps:
-            leave_nothing(folder, claimed=claimed)
+            leave_nothing(folder, claimed=claimed is not None)
+        if claimed is not None:
+            os.close(claimed)
 
 
 def _beginning(cfg: DictConfig) -> dict[str, Any]:
