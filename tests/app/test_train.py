@@ -207,7 +207,7 @@ def test_a_run_in_bfloat16_trains(precision, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data=text", "data.path=nowhere"], "nowhere"),
+        (["data=text", "data.path=nowhere.txt"], "nowhere"),
         (["data=text", "data.path=short.txt"], r"data.block_size"),
         (["data=text", "data.path=empty.txt"], "empty"),
         (["loss=liger", *SYNTHETIC], "loss=liger cannot run here: it needs a CUDA GPU.*choose loss=chunked"),
