@@ -1,4 +1,4 @@
-"""Train RePlay's SASRec with its own full softmax as ``train.py module=recommender`` trains ours, and print its ranking.
+"""Train RePlay's SASRec with its own full softmax, as ``train.py module=recommender`` trains ours; print its ranking.
 
     python tools/recommender_libraries.py  # makes build/recommenders/replay, an environment with RePlay
     build/recommenders/replay/bin/python benchmarks/recommender_peer.py FILE.parquet --seed 1

@@ -18,8 +18,8 @@ class TokenThroughput(L.Callback):
     """Logs, after each optimiser step, throughput/tokens_per_sec, over all ranks, and throughput/mfu, means of the last
     ``window_size``; and throughput/tokens and throughput/seconds, the positions trained on and the time that took, also
     before the run was resumed. Validations do not count. A recommender's rows are mostly padding, so it also logs
-    throughput/interactions_per_sec, of the items that were learned. MFU is the achieved part of all devices' peak, if model and
-    devices are known (:mod:`lit_fused.models.flops`). The clock is not synchronised with a GPU.
+    throughput/interactions_per_sec, of the items that were learned. MFU is the achieved part of all devices' peak, if
+    model and devices are known (:mod:`lit_fused.models.flops`). The clock is not synchronised with a GPU.
 
     Attributes:
         mean, mean_mfu: since the end of this fit's first step, which compiles; 0 and None where they are not known.

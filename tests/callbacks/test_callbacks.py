@@ -82,7 +82,8 @@ def test_a_recommenders_speed_is_that_of_the_interactions_it_learns_and_not_of_p
     items = torch.tensor([[0, 0, 0, 1, 2, 3], [0, 4, 5, 6, 7, 8]])
     labels = items.where(items > 0, -100)
     trainer = quiet_trainer(tmp_path, max_steps=6, callbacks=[monitor])
-    trainer.fit(Timed(SASRec(9, hidden_size=8, num_layers=1, num_heads=1)), loader([{"input_ids": items, "labels": labels}] * 6))
+    module = Timed(SASRec(9, hidden_size=8, num_layers=1, num_heads=1))
+    trainer.fit(module, loader([{"input_ids": items, "labels": labels}] * 6))
     assert trainer.callback_metrics["throughput/interactions_per_sec"] == monitor.mean_interactions == 8 / 0.5
     assert trainer.callback_metrics["throughput/tokens_per_sec"] == 12 / 0.5
 
