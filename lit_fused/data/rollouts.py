@@ -70,7 +70,8 @@ class RolloutDataModule(BatchDataModule):
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self._entries = vocab_size
         self.rows: dict[str, list[dict[str, Tensor]]] = {}
-        self.alone, self.has_advantages = 0, False  # training completions that are a group alone
+        # Training completions that are alone in their group, and that have the same reward as all of it.
+        self.alone, self.equal, self.has_advantages = 0, 0, False
 
     def setup(self, stage: str | None = None) -> None:
         if self.rows:
@@ -79,8 +80,10 @@ class RolloutDataModule(BatchDataModule):
         self.rows["train"] = self.rows["val"] = self._read(self.path)
         if self.val_path is not None:
             self.rows["val"] = self._read(self.val_path)
-        self.has_advantages = "advantages" in self.rows["train"][0]
-        self.alone = sum(int(row["group_size"]) == 1 for row in self.rows["train"])
+        train = self.rows["train"]
+        self.has_advantages = "advantages" in train[0]
+        self.alone = sum(int(row["group_size"]) == 1 for row in train)
+        self.equal = sum(int(row["group_size"]) > 1 and row.get("group_std") == 0 for row in train)
 
     @property
     def vocab_size(self) -> int:
@@ -122,7 +125,8 @@ class RolloutDataModule(BatchDataModule):
             if "reward" in group[0]:
                 rewards = torch.stack([row["reward"] for row in group]).double()
                 numbers |= {"group_mean": float(rewards.mean()), "group_std": 0.0}
-                numbers["group_std"] = float(rewards.std()) if len(group) > 1 else 0.0
+                if rewards.min() < rewards.max():  # The deviation of equal numbers may round to another one than 0.
+                    numbers["group_std"] = float(rewards.std())
             for row in group:
                 row |= {name: torch.tensor(number) for name, number in numbers.items()}
         return rows

@@ -11,10 +11,12 @@ unless the rollouts have advantages, a number for each completion or token. The 
 
     -A_i log pi(t)                                  ratio "none": REINFORCE
     -min(w A_i, clip(w, 1 - low, 1 + high) A_i)     PPO: Schulman et al. (arXiv:1707.06347); DAPO's low and high differ
-    + kl_weight * KL(t) - entropy_weight * H(t)     KL to a reference, entropy of the policy
+    -stop(clip(w, 1 - low, 1 + high)) A_i log pi(t) CISPO: MiniMax-M1 (arXiv:2506.13585); stop() has no gradient
+    + kl_weight * KL(t)                             KL to a reference
 
 with the importance ratio w of the token, pi / sampler; of the whole completion (the product of its tokens': RLOO); or
-its geometric mean (GSPO: Zheng et al., arXiv:2507.18071). How tokens are averaged is the normalization:
+its geometric mean (GSPO: Zheng et al., arXiv:2507.18071). ``delta`` is the largest w, also where A is negative
+(two-sided clipping: INTELLECT-2, arXiv:2505.07291). How tokens are averaged is the normalization:
 
     sequence      mean over the tokens of a completion, then over completions           GRPO, GSPO
     group         mean over the tokens of a group, then over groups by their sizes      DAPO (arXiv:2503.14476)
@@ -22,6 +24,9 @@ its geometric mean (GSPO: Zheng et al., arXiv:2507.18071). How tokens are averag
     length        sum over the tokens of a completion over a constant length,           Dr. GRPO
                   then mean over completions
     trajectory    sum over the tokens of a completion, then mean over completions       REINFORCE, RLOO
+
+``entropy_weight`` subtracts the policy's entropy, which is a mean under every normalization: over all tokens ("token"),
+over those of each group ("group"), else over those of each completion.
 
 B completions, T positions.
 """
@@ -87,8 +92,17 @@ def clipped_surrogate(ratio: Tensor, advantage: Tensor, low: float | None, high:
     return -torch.min(ratio * advantage, ratio.clamp(least, most) * advantage)
 
 
+def weighted_log_likelihood(
+    ratio: Tensor, advantage: Tensor, log_prob: Tensor, low: float | None, high: float | None
+) -> Tensor:
+    """Return ``-clip(ratio, 1 - low, 1 + high) A log pi`` (B, T), with a gradient through ``log_prob`` (B, T) alone."""
+    if low is not None or high is not None:
+        ratio = ratio.clamp(None if low is None else 1 - low, None if high is None else 1 + high)
+    return -ratio.detach() * advantage * log_prob
+
+
 def is_clipped(ratio: Tensor, advantage: Tensor, low: float | None, high: float | None) -> Tensor:
-    """Return where the clip takes the gradient away: bool, of the ratio's and the advantage's common shape."""
+    """Return where the ratio is clipped on the side that the advantage pushes it to: bool, of their common shape."""
     never = torch.zeros_like(ratio * advantage, dtype=torch.bool)
     below = never if low is None else (ratio < 1 - low) & (advantage < 0)
     return below if high is None else below | ((ratio > 1 + high) & (advantage > 0))

@@ -31,6 +31,7 @@ class PolicyObjective:
     normalization: str
     clip_low: float | None = None
     clip_high: float | None = None
+    ratio_is_weight: bool = False  # of the log-likelihood, without a gradient of its own
 
     def __post_init__(self) -> None:
         known = {"advantage": policy.ADVANTAGES, "ratio": policy.RATIOS, "normalization": policy.NORMALIZATIONS}
@@ -53,12 +54,13 @@ OBJECTIVES = {
     "grpo": PolicyObjective("group_normalized", "token", "sequence", 0.2, 0.2),
     "dr_grpo": PolicyObjective("group_centered", "token", "length", 0.2, 0.2),
     "dapo": PolicyObjective("group_normalized", "token", "group", 0.2, 0.28),
+    "cispo": PolicyObjective("group_normalized", "token", "token", None, 4.0, ratio_is_weight=True),
     "ppo": PolicyObjective("reward", "token", "token", 0.2, 0.2),
 }
 
 
 class PolicyLoss(ScoredLoss):
-    """A policy gradient over given rollouts: REINFORCE, RLOO, GRPO, Dr. GRPO, DAPO or PPO's clipped surrogate.
+    """A policy gradient over given rollouts: REINFORCE, RLOO, GRPO, Dr. GRPO, DAPO, CISPO or PPO's clip.
 
     :mod:`lit_fused.objectives.policy` has the formulas and the papers. A batch has besides its tokens, whose labels are
     the completions': "reward", "group_mean", "group_std", "group_size" and "group_tokens" (B,), or "advantages" (B, T)
@@ -66,16 +68,19 @@ class PolicyLoss(ScoredLoss):
     in nats and of the same positions. Without the sampler's, the rollouts are taken for the policy's own.
 
     Args:
-        objective: "reinforce", "rloo", "grpo", "dr_grpo", "dapo" or "ppo": sets the five options that follow, each of
-            which can be another.
+        objective: "reinforce", "rloo", "grpo", "dr_grpo", "dapo", "cispo" or "ppo": sets the five options that follow,
+            each of which can be another.
         advantage: of rewards: "reward", "leave_one_out", "group_normalized" or "group_centered".
         ratio: "none", or the importance ratio of a "token", a "sequence" (GSPO) or a "trajectory".
         normalization: "token", "sequence", "group", "length" or "trajectory".
         clip_low, clip_high: the ratio is clipped to [1 - low, 1 + high]; "none" does not clip.
+        delta: the largest ratio, also where the advantage is negative; None: there is none.
         length: of normalization "length": the constant, such as the most tokens that a completion may have.
         kl_weight: of the estimated KL to the reference.
         kl_estimator: "k1", "k2" or "k3".
-        entropy_weight: of the policy's entropy, which is to grow.
+        kl_bias_correction: multiply each estimate by the importance ratio: unbiased where the sampler is not the
+            policy (DeepSeek-V3.2, arXiv:2512.02556).
+        entropy_weight: of the policy's mean entropy per token, which is to grow.
         temperature: that the rollouts were sampled with; it divides the logits.
         logits_budget_mib, chunk_size, drop_ignored, float32_accumulation: as of :class:`ScoredLoss`; prompts have no
             labels, and are left out before the products.
@@ -98,9 +103,11 @@ class PolicyLoss(ScoredLoss):
         normalization: str | None = None,
         clip_low: float | str | None = None,
         clip_high: float | str | None = None,
+        delta: float | None = None,
         length: float | None = None,
         kl_weight: float = 0.0,
         kl_estimator: str = "k3",
+        kl_bias_correction: bool = False,
         entropy_weight: float = 0.0,
         temperature: float = 1.0,
         logits_budget_mib: float | None = None,
@@ -125,14 +132,16 @@ class PolicyLoss(ScoredLoss):
         check_number("temperature", temperature, *positive, "1 changes nothing")
         for name, weight in {"kl_weight": kl_weight, "entropy_weight": entropy_weight}.items():
             check_number(name, weight, "be a number of at least 0", lambda x: 0 <= x < math.inf)
-        if length is not None:
-            check_number("length", length, *positive)
+        for name, value in {"length": length, "delta": delta}.items():
+            if value is not None:
+                check_number(name, value, *positive)
         if self.parts.normalization == "length" and length is None:
             raise UserError(
                 f"objective={objective} divides by a constant length, got length={length}; give loss.length=..., the "
                 "most tokens that a completion may have"
             )
-        self.length, self.kl_weight, self.kl_estimator = length, kl_weight, kl_estimator
+        self.length, self.delta = length, delta
+        self.kl_weight, self.kl_estimator, self.kl_bias_correction = kl_weight, kl_estimator, kl_bias_correction
         self.entropy_weight, self.temperature = entropy_weight, temperature
         self.reference: Callable[[Batch], Tensor] | None = None
 
@@ -153,21 +162,29 @@ class PolicyLoss(ScoredLoss):
         parts, sums = self.parts, {}
         level = "token" if parts.ratio == "none" else parts.ratio
         log_ratio = policy.log_ratio_of(log_prob, sampler, mask, level)
-        ratio = policy.ratio_of(log_ratio, advantages, parts.clip_high)
-        per_token = policy.clipped_surrogate(ratio, advantages, parts.clip_low, parts.clip_high)
+        limited = log_ratio if self.delta is None else log_ratio.clamp(max=math.log(self.delta))
+        ratio = policy.ratio_of(limited, advantages, parts.clip_high)
+        clip = parts.clip_low, parts.clip_high
         if parts.ratio == "none":
             per_token = -advantages * log_prob
-        elif parts.ratio != "token" and parts.normalization == "trajectory":  # one number for each completion
-            per_token = per_token / mask.sum(-1, keepdim=True).clamp(min=1)
+        elif parts.ratio_is_weight:
+            per_token = policy.weighted_log_likelihood(ratio, advantages, log_prob, *clip)
+        else:
+            per_token = policy.clipped_surrogate(ratio, advantages, *clip)
+            if parts.ratio != "token" and parts.normalization == "trajectory":  # one number for each completion
+                per_token = per_token / mask.sum(-1, keepdim=True).clamp(min=1)
         if self.kl_weight:
             kl = policy.kl_estimate(log_prob, self._reference_of(batch, log_prob), self.kl_estimator)
+            kl = kl * log_ratio.exp() if self.kl_bias_correction else kl
             per_token, sums["kl/tokens"] = per_token + self.kl_weight * kl, kl
-        if self.entropy_weight:
-            per_token = per_token - self.entropy_weight * scores.entropy
         weights, count = policy.token_weights(mask, group, parts.normalization, self.length)
         loss_sum = (per_token * weights.to(log_prob.dtype)).where(mask, 0).sum()
+        if self.entropy_weight:
+            by = "sequence" if parts.normalization in ("length", "trajectory") else parts.normalization
+            of_mean, _ = policy.token_weights(mask, group, by, None)
+            loss_sum = loss_sum - self.entropy_weight * (scores.entropy * of_mean.to(log_prob)).where(mask, 0).sum()
         with torch.no_grad():
-            clipped = policy.is_clipped(ratio, advantages, parts.clip_low, parts.clip_high)
+            clipped = policy.is_clipped(ratio, advantages, *clip) | (limited < log_ratio) & (advantages < 0)
             sums |= {"entropy/tokens": scores.entropy, "ratio/tokens": log_ratio.exp(), "advantage/tokens": advantages}
             sums["clipped/tokens"] = clipped.to(log_prob.dtype)
             if batch.get("sampler_log_probs") is not None:
@@ -218,21 +235,29 @@ class PolicyLoss(ScoredLoss):
 
     @torch.no_grad()
     def check(self, model: Forward, batch: Batch) -> None:
-        self._check_shapes(model.targets(batch), batch)
+        targets = model.targets(batch)
+        self._check_shapes(targets, batch)
         for name in (*GROUP, "advantages"):
             if batch.get(name) is not None and not batch[name].isfinite().all():
                 raise UserError(
                     f"{name!r} of the first batch has numbers that are not finite (NaN or infinity), and so would the "
                     "loss; look at what rewards the completions"
                 )
+        numbers: Any = [batch.get(name) for name in GROUP[1:]]
+        trained = targets != IGNORE_INDEX
+        self._check_needed(batch)
+        advantages = self._advantages(batch, policy.Group(*numbers), torch.zeros_like(targets, dtype=torch.float32))
+        if trained.any() and not advantages.where(trained, 0).any():
+            warnings.warn(
+                "all advantages of a batch are zero, so it trains nothing; are all rewards of a prompt equal?",
+                stacklevel=2,
+            )
         if batch.get("sampler_log_probs") is None:
             return
-        targets = model.targets(batch)
         hidden_states, head, _ = model.hidden_states(batch)
         log_prob = self.scores(hidden_states, targets, head).log_prob
-        mask = targets != IGNORE_INDEX
         sampler = batch["sampler_log_probs"].to(log_prob)
-        distance = policy.kl_estimate(sampler, log_prob).where(mask, 0).sum() / mask.sum().clamp(min=1)
+        distance = policy.kl_estimate(sampler, log_prob).where(trained, 0).sum() / trained.sum().clamp(min=1)
         if not distance.item() <= _FAR:
             warnings.warn(
                 f"the rollouts' log-probabilities are not this model's: their KL from it is {distance.item():.3g} nats "

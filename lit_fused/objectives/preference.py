@@ -20,6 +20,12 @@ def dpo(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float = 0.1) -> T
     return -F.logsigmoid(beta * (chosen_ratio - rejected_ratio))
 
 
+def rpo(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float = 0.1) -> Tensor:
+    """Return DPO's loss, to which iterative reasoning preference optimization (arXiv:2404.19733, equation 1) adds the
+    mean negative log-likelihood of the chosen answer's tokens (``nll_weight``, the paper's alpha)."""
+    return dpo(chosen_ratio, rejected_ratio, beta=beta)
+
+
 def cdpo(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float = 0.1, label_smoothing: float = 0.1) -> Tensor:
     """Return DPO's loss where a share of the labels, ``label_smoothing``, is taken for swapped: conservative DPO (Eric
     Mitchell, "A note on DPO with noisy preferences", 2023)."""
@@ -108,8 +114,8 @@ class Objective:
         function: of the log-probabilities of pairs, or of single answers.
         has_reference: its arguments are ratios.
         average: it is of averages over tokens, as its paper has it.
-        nll_weight: of the chosen answer's mean negative log-likelihood per token (of its sum, where ``average`` is
-            False), as its paper has it.
+        nll_weight: of the chosen answer's negative log-likelihood, as its paper has it.
+        mean_nll: that is a mean over tokens, also where ``average`` is False.
         single: it is of single answers.
     """
 
@@ -117,11 +123,13 @@ class Objective:
     has_reference: bool = True
     average: bool = False
     nll_weight: float = 0.0
+    mean_nll: bool = False
     single: bool = False
 
 
 OBJECTIVES = {
     "dpo": Objective(dpo),
+    "rpo": Objective(rpo, nll_weight=1.0, mean_nll=True),
     "cdpo": Objective(cdpo),
     "robust": Objective(robust),
     "ipo": Objective(ipo, average=True),

@@ -42,8 +42,8 @@ class PreferenceLoss(ScoredLoss):
     Args:
         objective: a name of :data:`lit_fused.objectives.preference.OBJECTIVES`.
         average: take means over an answer's tokens for sums; None does as the objective's paper does.
-        nll_weight: of the negative log-likelihood of chosen answers, which is added (its mean over tokens, with
-            ``average=False`` its sum); None: 1 for orpo and cpo, else 0.
+        nll_weight: of the negative log-likelihood of chosen answers, which is added (its mean over tokens; without
+            ``average`` its sum, but of rpo); None: 1 for rpo, orpo and cpo, else 0.
         logits_budget_mib, chunk_size, drop_ignored, float32_accumulation: as of :class:`ScoredLoss`; prompts have no
             labels, and are left out before the products.
         parameters: those of the objective's function: ``beta`` ...
@@ -141,7 +141,8 @@ class PreferenceLoss(ScoredLoss):
             valid = exists[::2] & exists[1::2]
             exists = valid.repeat_interleave(2)
             if self.nll_weight:
-                losses = losses - self.nll_weight * (policy / scale)[::2]
+                per_token = counts.clamp(min=1) if self.objective.mean_nll else scale
+                losses = losses - self.nll_weight * (policy / per_token)[::2]
         num_valid = valid.sum()
         stats = self._statistics(self.beta * ratios.detach(), policy.detach(), exists, desirable)
         if kl is not None:

@@ -171,9 +171,9 @@ class FusedPolicyModule(FusedCausalLMModule):
             raise UserError(f"reference must be a model, copy or stored, got {kind!r}")
 
     def setup(self, stage: str) -> None:
-        alone, loss = self._of_data("alone"), self.model.loss
+        alone, equal, loss = self._of_data("alone") or 0, self._of_data("equal") or 0, self.model.loss
         assert isinstance(loss, PolicyLoss)
-        if alone and loss.parts.needs_groups and not self._of_data("has_advantages"):
+        if alone + equal and loss.parts.needs_groups and not self._of_data("has_advantages"):
             completions = len(self._of_data("rows")["train"])
             if alone == completions:
                 raise UserError(
@@ -181,8 +181,9 @@ class FusedPolicyModule(FusedCausalLMModule):
                     "at least two for each, or choose loss.objective=reinforce, or advantages with loss.objective=ppo"
                 )
             rank_zero_warn(
-                f"objective={loss.objective} learns nothing from {alone} of {completions} completions: it compares the "
-                "completions of one prompt, and these are the only ones of theirs. Give at least two for each prompt"
+                f"objective={loss.objective} compares the completions of one prompt, and learns nothing from "
+                f"{alone + equal} of {completions}: {alone} are the only ones of their prompt, and {equal} have the "
+                "reward of all others of theirs"
             )
         super().setup(stage)
 

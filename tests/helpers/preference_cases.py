@@ -13,6 +13,7 @@ from lit_fused import FusedPreferenceModule, PreferenceLoss
 
 OPTIONS: dict[str, dict[str, float]] = {
     "dpo": {"beta": 0.3},
+    "rpo": {"beta": 0.3, "nll_weight": 0.7},
     "cdpo": {"beta": 0.3, "label_smoothing": 0.2},
     "robust": {"beta": 0.3, "label_smoothing": 0.2},
     "ipo": {"beta": 0.3},
@@ -130,6 +131,7 @@ def plain(name: str, model: Any, reference: Any, batch: dict[str, Tensor]) -> tu
     h, e = b * (rc - rr), o.get("label_smoothing", 0.0)
     losses = {
         "dpo": lambda: -h.sigmoid().log(),
+        "rpo": lambda: -h.sigmoid().log() - o["nll_weight"] * average[::2],
         "cdpo": lambda: -(1 - e) * h.sigmoid().log() - e * (-h).sigmoid().log(),
         "robust": lambda: (-(1 - e) * h.sigmoid().log() + e * (-h).sigmoid().log()) / (1 - 2 * e),
         "ipo": lambda: (rc - rr - 1 / (2 * b)) ** 2,

@@ -35,6 +35,16 @@ TYPES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     # TRL's dapo divides by the tokens of all groups; the paper and ours by those of each group.
     "dapo": ({}, "dapo", {"normalization": "token"}),
     "bnpo": ({}, "grpo", {"normalization": "token"}),
+    # TRL's epsilon_high of cispo is the largest ratio itself.
+    "cispo": ({"epsilon_high": 1.3}, "cispo", {"clip_low": "none"}),
+}
+BY_TOKENS = ("dapo", "bnpo", "cispo")
+# Settings that every type has, and ours.
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "default": ({}, {"kl_bias_correction": True}),
+    "sequence": ({"importance_sampling_level": "sequence", "use_bias_correction_kl": False}, {"ratio": "sequence"}),
+    "delta": ({"delta": 1.4}, {"delta": 1.4, "kl_bias_correction": True}),
+    "entropy": ({"entropy_coef": 0.7}, {"entropy_weight": 0.7, "kl_bias_correction": True}),
 }
 
 
@@ -132,18 +142,23 @@ class Case:
         assert self.metrics["clip_ratio/high_mean"][0] > 0
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("kind", TYPES)
-def test_loss_gradients_and_metrics_are_those_of_grpo(kind, level, trl, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [(kind, way) for kind in TYPES for way in ("default", "sequence")]
+    + [(kind, "delta") for kind in TYPES if kind != "cispo"]
+    + [(kind, "entropy") for kind in BY_TOKENS],
+)
+def test_loss_gradients_and_metrics_are_those_of_grpo(kind, way, trl, tmp_path):
     settings, objective, options = TYPES[kind]
-    settings = settings | {"loss_type": kind, "importance_sampling_level": level}
-    case = Case(trl, "GRPO", tmp_path, beta=BETA, use_bias_correction_kl=False, **settings)
-    theirs, output = case.theirs(), case.ours(objective, ratio=level, kl_weight=BETA, **options)
+    theirs_too, ours_too = WAYS[way]
+    case = Case(trl, "GRPO", tmp_path, beta=BETA, loss_type=kind, **settings, **theirs_too)
+    theirs, output = case.theirs(), case.ours(objective, kl_weight=BETA, **options, **ours_too)
     case.assert_same(output.loss, theirs)
-    case.assert_both_sides_are_clipped()
     names = {"kl": "kl", "entropy": "entropy"}
-    if level == "token":  # TRL's share of a sequence's ratios is of sequences, ours of tokens.
-        names |= {"clipped": "clip_ratio/region_mean"}
+    if kind != "cispo":
+        case.assert_both_sides_are_clipped()
+    if way in ("default", "entropy"):  # TRL's share of a sequence's ratios is of sequences, ours of tokens.
+        names |= {"clipped": "cispo_clip_ratio" if kind == "cispo" else "clip_ratio/region_mean"}
     for name, other in names.items():
         found = output.stats[f"{name}/tokens"] / output.stats["tokens"]
         assert found.item() == pytest.approx(case.metrics[other][0], rel=1e-5), name
@@ -156,16 +171,6 @@ def test_one_batch_is_the_sum_of_accumulated_steps_of_grpo(kind, trl, tmp_path):
         options = {"normalization": "group"}
     case = Case(trl, "GRPO", tmp_path, steps=2, loss_type=kind, **settings)
     case.assert_same(case.ours(objective, **options).loss, case.theirs())
-
-
-def test_the_default_kl_of_grpo_is_ours_times_the_ratio(trl, tmp_path):
-    case = Case(trl, "GRPO", tmp_path, beta=BETA, loss_type="grpo")
-    log_prob, mask = case.log_probs(case.trainer.model), case.inputs["completion_mask"]
-    difference = case.log_probs(case.trainer.ref_model).detach() - log_prob
-    kl = difference.exp() - difference - 1
-    excess = ((log_prob - case.sampler).exp() - 1) * kl * mask
-    theirs = case.theirs() - BETA * (excess.sum(-1) / mask.sum(-1)).mean()
-    case.assert_same(case.ours("grpo", kl_weight=BETA).loss, theirs)
 
 
 @pytest.mark.parametrize("beta", [0.0, BETA])

@@ -78,9 +78,9 @@ def ours_of(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value[order] for name, value in batch.items()} | {"desirable": torch.tensor([1, 0] * 4)}
 
 
-def dpo_trainer(folder: Path, kind: str = "sigmoid", **options: Any) -> tuple[Any, Any, Any]:
+def dpo_trainer(folder: Path, **options: Any) -> tuple[Any, Any, Any]:
     tokenizer, model, reference = models()
-    arguments = DPOConfig(str(folder), loss_type=[kind], **FIXED, **options)
+    arguments = DPOConfig(str(folder), **(FIXED | options))
     data = Dataset.from_list(RECORDS)
     trainer = DPOTrainer(model, reference, args=arguments, train_dataset=data, processing_class=tokenizer)
     return trainer, model, reference
@@ -89,11 +89,21 @@ def dpo_trainer(folder: Path, kind: str = "sigmoid", **options: Any) -> tuple[An
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_and_gradients_are_those_of_trl(name, tmp_path):
     kind, options = LOSSES[name]
-    trainer, model, reference = dpo_trainer(tmp_path, kind, **options)
+    trainer, model, reference = dpo_trainer(tmp_path, loss_type=[kind], **options)
     inputs = next(iter(trainer.get_train_dataloader()))
     theirs = trainer.compute_loss(trainer.model, dict(inputs))
     module = FusedPreferenceModule(model, PreferenceLoss(name, beta=0.3, **options), reference=reference)
     assert_same(model, module.model(ours_of(inputs)).loss, theirs)
+
+
+def test_rpo_is_trls_mixture_of_sigmoid_and_sft_over_micro_batches_of_a_pair(tmp_path):
+    weights, one = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.4]}, {"per_device_train_batch_size": 1}
+    trainer, model, reference = dpo_trainer(tmp_path, **weights, **one)
+    rows = trainer.train_dataset
+    theirs = [trainer.compute_loss(trainer.model, trainer.data_collator([row])) for row in rows]
+    module = FusedPreferenceModule(model, PreferenceLoss("rpo", beta=0.3, nll_weight=0.4), reference=reference)
+    batch = ours_of(trainer.data_collator([*rows]))
+    assert_same(model, module.model(batch).loss, torch.stack(theirs).mean())
 
 
 def test_our_data_have_the_tokens_and_the_loss_of_trls(tmp_path):

@@ -58,12 +58,13 @@ def plain_loss(
 ) -> Tensor:
     """The objective of the logits of each rollout alone, as its paper writes it."""
     temperature, kl_weight = options.get("temperature", 1.0), options.get("kl_weight", 0.0)
-    low, high = {"dapo": (0.2, 0.28)}.get(objective, (0.2, 0.2))
+    low, high = {"dapo": (0.2, 0.28), "cispo": (1.0, 4.0)}.get(objective, (0.2, 0.2))
+    limit = options.get("delta", math.inf)
     groups: dict[Any, list[int]] = {}
     for index, line in enumerate(rollouts):
         groups.setdefault(tuple(line["prompt_ids"]), []).append(index)
     rewards = torch.tensor([line["reward"] for line in rollouts]).double()
-    sums, counts, mine = [], [], []
+    sums, entropies, counts = [], [], []
     for index, line in enumerate(rollouts):
         ids = torch.tensor([line["prompt_ids"] + line["completion_ids"]])
         of_group = rewards[groups[tuple(line["prompt_ids"])]]
@@ -86,9 +87,11 @@ def plain_loss(
         if objective == "rloo":
             log_ratio = log_ratio.sum().expand(after)
         ratio = log_ratio.exp()
-        terms = -torch.min(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+        terms = -torch.min(ratio.clamp(max=limit) * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
         if objective == "rloo":
             terms = terms / after
+        if objective == "cispo":
+            terms = -ratio.clamp(max=min(limit, 1 + high)).detach() * advantage * log_p
         if objective == "reinforce":
             terms = -advantage * log_p
         if kl_weight:
@@ -96,29 +99,38 @@ def plain_loss(
                 theirs, _ = scores(reference)
             difference = theirs - log_p
             kinds = {"k1": -difference, "k2": difference**2 / 2, "k3": difference.exp() - difference - 1}
-            terms = terms + kl_weight * kinds[options.get("kl_estimator", "k3")]
-        terms = terms - options.get("entropy_weight", 0.0) * entropy
+            kl = kinds[options.get("kl_estimator", "k3")] * (ratio if options.get("kl_bias_correction") else 1)
+            terms = terms + kl_weight * kl
         sums.append(terms.sum())
+        entropies.append(entropy.sum())
         counts.append(after)
-        mine.append(groups[tuple(line["prompt_ids"])])
-    if objective == "ppo":
-        return torch.stack(sums).sum() / sum(counts)
-    if objective == "grpo":
-        return torch.stack([s / n for s, n in zip(sums, counts, strict=True)]).mean()
+
+    def over_tokens(each: list[Tensor]) -> Tensor:
+        return torch.stack(each).sum() / sum(counts)
+
+    def over_completions(each: list[Tensor]) -> Tensor:
+        return torch.stack([s / n for s, n in zip(each, counts, strict=True)]).mean()
+
+    def over_groups(each: list[Tensor]) -> Tensor:
+        of_groups: Any = [sum(each[i] for i in part) / sum(counts[i] for i in part) for part in groups.values()]
+        return torch.stack(of_groups).mean()
+
+    means = {"ppo": over_tokens, "cispo": over_tokens, "dapo": over_groups}
+    mean = means.get(objective, over_completions)
+    entropy = options.get("entropy_weight", 0.0) * mean(entropies)
     if objective == "dr_grpo":
-        return torch.stack(sums).mean() / options["length"]
-    if objective == "dapo":
-        each: Any = [sum(sums[i] for i in part) / sum(counts[i] for i in part) for part in groups.values()]
-        return torch.stack(each).mean()
-    return torch.stack(sums).mean()
+        return torch.stack(sums).mean() / options["length"] - entropy
+    if objective in ("reinforce", "rloo"):
+        return torch.stack(sums).mean() - entropy
+    return mean(sums) - entropy
 
 
 WAYS: list[dict[str, Any]] = [
     {},
     {"log_probs": False},
     {"kl_weight": 0.3, "entropy_weight": 0.1, "temperature": 0.7},
-    {"kl_weight": 0.3, "kl_estimator": "k2"},
-    {"kl_weight": 0.3, "kl_estimator": "k1"},
+    {"kl_weight": 0.3, "kl_estimator": "k2", "kl_bias_correction": True},
+    {"kl_weight": 0.3, "kl_estimator": "k1", "delta": 1.5},
 ]
 
 
@@ -187,7 +199,7 @@ def test_gspo_is_a_ratio_of_the_geometric_mean(tmp_path):
 def test_groups_that_are_cut_into_micro_batches_are_whole(objective, tmp_path):
     found = []
     for size in (6, 1, 4):
-        options: Any = {"length": 20} if objective == "dr_grpo" else {}
+        options: Any = {"entropy_weight": 0.1} | ({"length": 20} if objective == "dr_grpo" else {})
         module = FusedPolicyModule(tiny_model("llama").double(), PolicyLoss(objective, **options), *TRAINED)
         batches = [*data_of(tmp_path, lines(), batch_size=size).val_dataloader()]
         trainer = fitted(tmp_path, module, batches, accumulate_grad_batches=len(batches), max_epochs=1)
@@ -282,6 +294,20 @@ def test_groups_of_one_alone_are_refused_where_completions_are_compared(tmp_path
     quiet_trainer(tmp_path, max_steps=1).fit(
         FusedPolicyModule(tiny_model("llama"), PolicyLoss("reinforce")), data_of(tmp_path, rollouts)
     )
+
+
+def test_groups_of_equal_rewards_and_batches_that_train_nothing_are_told_once(tmp_path):
+    module = FusedPolicyModule(tiny_model("llama"), PolicyLoss("rloo"), check_every_n_steps=1)
+    equal = [line | {"reward": 0.1} if len(line["prompt_ids"]) == 4 else line for line in lines()]
+    cases: dict[str, Any] = {
+        "learns nothing from 3 of 6: 0 are the only ones of their prompt, and 3 have": data_of(tmp_path, equal),
+        "all advantages of a batch are zero": loader([batch_of(tmp_path, equal[:3])] * 3),
+    }
+    for told, data in cases.items():
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("default")
+            quiet_trainer(tmp_path, max_steps=3).fit(module, data)
+        assert sum(told in str(warning.message) for warning in warned) == 1
 
 
 @pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])

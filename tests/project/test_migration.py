@@ -15,6 +15,8 @@ from lightning_helpers import tiny_llama
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from lit_fused.ops.logits.divergence_rows import Divergence
+
 PAGES = Path(__file__).parents[2] / "docs" / "migration"
 EPS = torch.finfo(torch.float32).eps
 
@@ -140,10 +142,10 @@ def test_trls_settings_and_ours_are_the_same_ones() -> None:
         (run(before)["arguments"], run(after)["loss"])
         for before, after in zip(page["Before"], page["After"], strict=True)
     )
-    parts = (after.objective, after.kl_weight, after.parts.clip_low, after.parts.clip_high)
-    assert (before.loss_type, before.beta, before.epsilon, before.epsilon_high) == parts
-    assert (teacher.beta, teacher.temperature) == (student.of_loss.beta, student.of_loss.temperature)
-    assert student.of_loss.divergence == "jsd"
+    parts = (after.objective, after.kl_weight, after.parts.clip_low, after.parts.clip_high, after.kl_bias_correction)
+    expected = (before.loss_type, before.beta, before.epsilon, before.epsilon_high, before.use_bias_correction_kl)
+    assert expected == parts
+    assert student.of_loss == Divergence("jsd", beta=teacher.beta)
 
 
 def test_the_defaults_of_trl_are_those_of_the_table() -> None:
