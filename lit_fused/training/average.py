@@ -14,7 +14,6 @@ loss (a router's) is averaged over micro-batches and ranks with their tokens as 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -29,8 +28,6 @@ from lit_fused.parallel import Placement, local
 # is a power of two, which rounds nothing, and it cancels in the optimiser step.
 LOSS_DIVISOR = 4096.0
 
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of register_hook and register_post_accumulate_grad_hook
-
 # These operations leave a loss and its gradient as they are: DDP's sink for unused parameters, and copies.
 _NEUTRAL = ("_DDPSinkBackward", "CloneBackward0", "AliasBackward0")
 
@@ -42,8 +39,8 @@ def _values(gradient: Tensor) -> Tensor:
 def warn_of_hooks(model: nn.Module) -> None:
     """Warn once of hooks on parameters: in each backward they see a sum over tokens, not the gradient of the mean."""
     for name, parameter in model.named_parameters():
-        of_parameter = ((getattr(parameter, kind) or {}).values() for kind in _HOOKS)
-        if any(not getattr(hook, "__module__", "").startswith("lit_fused.") for hook in chain(*of_parameter)):
+        hooks = {**(parameter._backward_hooks or {}), **(parameter._post_accumulate_grad_hooks or {})}
+        if any(not getattr(hook, "__module__", "").startswith("lit_fused.") for hook in hooks.values()):
             rank_zero_warn(
                 f"a hook of {name} sees sums over the tokens of a micro-batch, times a constant, and not the gradient "
                 "of the step's mean: to mask or scale is exact, to clip, to log or to step is not; do this in "
