@@ -12,7 +12,6 @@ from lit_fused.parallel.collectives import (
     clip_to_norm,
     clip_to_value,
     gradients_of,
-    has_dropped_gradients,
     local,
     on_device,
     total_norm,

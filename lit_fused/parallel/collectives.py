@@ -43,13 +43,6 @@ def gradients_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     return [p.grad for p in parameters.values() if p.grad is not None]
 
 
-def has_dropped_gradients(optimizers: Iterable[Optimizer]) -> bool:
-    """Return whether no parameter of some optimisers has a gradient, as after ``zero_grad()``. FSDP2 keeps gradients
-    apart that it has not summed over ranks yet, so nothing is known of its parameters: False."""
-    parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-    return all(p.grad is None and not isinstance(p, DTensor) for p in parameters)
-
-
 def _norm(tensor: Tensor) -> Tensor:
     exact = torch.promote_types(tensor.dtype, torch.float32)  # The norm of float16 numbers may be too large for it.
     return torch.linalg.vector_norm(tensor, dtype=exact)

@@ -43,10 +43,9 @@ from lit_fused.parallel import (
     clip_to_norm,
     clip_to_value,
     gradients_of,
-    has_dropped_gradients,
     warn_of_repeated_rows,
 )
-from lit_fused.training.average import LOSS_DIVISOR, TokenAverage
+from lit_fused.training.average import LOSS_DIVISOR, TokenAverage, warn_of_hooks
 from lit_fused.training.optimizers import (
     build_optimizer,
     can_fuse,
@@ -169,6 +168,7 @@ class FusedLMModule(TrainedModel):
         if resume_epoch := self._of_data("resume_epoch"):
             resume_epoch()
         warn_of_repeated_rows(self.trainer.train_dataloader, "training")
+        warn_of_hooks(self.model)
         self._started = True
 
     # The training step.
@@ -183,8 +183,6 @@ class FusedLMModule(TrainedModel):
         self._ends_step = (batch_idx + 1) % accumulated == 0 or self.trainer.is_last_batch
         if self.automatic_optimization and batch_idx % accumulated == 0:
             self._begin_step(batch_idx)
-        elif not self.automatic_optimization and has_dropped_gradients(self.trainer.optimizers):
-            self.average.reset()
         if not self.average.batches:
             self.gradient_norms = []
             if accumulated > 1 or not self.automatic_optimization:
@@ -221,6 +219,8 @@ class FusedLMModule(TrainedModel):
                 "(with manual optimization: give it to manual_backward), because gradients are averaged over the "
                 "tokens of the whole step; to change the loss itself, override compute_loss(batch)"
             )
+        if not self.automatic_optimization:
+            self.average.forget_dropped(gradients_of(self.trainer.optimizers))
         with MemoryExplained(self):
             super().backward(loss, *args, **kwargs)
         if self.automatic_optimization and self._ends_step:
