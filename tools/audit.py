@@ -78,12 +78,13 @@ def worst(outcomes: Iterator[str] | list[str]) -> str:
 
 def all_cases() -> list[Case]:
     from audit_batches import CASES as BATCHES
+    from audit_loops import CASES as LOOPS
     from audit_models import CASES as MODELS
     from logits_changes import CASES as CHANGES
     from logits_changes import outcome
 
     changes = [Case("a head's formula", case.what, lambda case=case: outcome(case)) for case in CHANGES]
-    return [*changes, *MODELS, *BATCHES]
+    return [*changes, *MODELS, *BATCHES, *LOOPS]
 
 
 def document(found: list[dict[str, str]]) -> str:

@@ -72,19 +72,15 @@ class OwnGpus(Callback):
 
 
 def claim(folder: Path, gpus: list[str], count: int, poll_seconds: float = 1.0) -> list[str]:
-    """Wait until ``count`` of the GPUs are free, and lock them for this process by files in a folder."""
+    """Wait for ``count`` neighbouring GPUs that no other process has, and lock them by a file in a folder."""
+    groups = [gpus[first : first + count] for first in range(0, len(gpus) - count + 1, count)]
     while True:
-        mine = {}
-        for gpu in gpus:
-            lock = FileLock(folder / gpu.replace("/", "_"))
+        for group in groups:
             with suppress(Timeout):
+                lock = FileLock(folder / group[0].replace("/", "_"))
                 lock.acquire(timeout=0)
-                mine[gpu] = lock
-            if len(mine) == count:
-                _held.extend(mine.values())
-                return list(mine)
-        for lock in mine.values():  # Two workers that each lock a half would wait forever.
-            lock.release()
+                _held.append(lock)
+                return group
         time.sleep(poll_seconds)
 
 

@@ -46,7 +46,10 @@ def with_run(words: Sequence[str]) -> list[str]:
         return words
     value = words[place].partition("=")[2]
     quoted = value[:1] in "'\""
-    given = [value.strip("'\"")] if quoted else value.replace("\\", "").split(",")
+    is_one = quoted or os.path.exists(
+        value
+    )  # A name may have a comma, and each name may have what Hydra reads: quoted.
+    given = [value.strip("'\"")] if is_one else value.replace("\\", "").split(",")
     found = [checkpoint_of(path) for path in given]
     words[place] = ",".join(
         shlex.split(resuming(path))[0].removeprefix("ckpt_path=" * bool(i)) for i, path in enumerate(found)

@@ -1,4 +1,4 @@
-"""Know which of a run's processes this is, and end it with the process that started it."""
+"""Know which of a run's processes this is and of which job, and end it with the process that started it."""
 
 import os
 import threading
@@ -12,6 +12,16 @@ _POLL_SECONDS = 0.5
 def is_first_rank() -> bool:
     """Return whether no launcher has started this process as a further rank of a run."""
     return all(os.environ.get(name, "0") in ("0", "") for name in _RANKS)
+
+
+def job_of_cluster() -> str | None:
+    """Return the number of the job of SLURM, or of submitit's local executor, in which this process runs."""
+    return os.environ.get("SUBMITIT_LOCAL_JOB_ID") or os.environ.get("SLURM_JOB_ID")
+
+
+def may_be_requeued() -> bool:
+    """Return whether this process may be another attempt of its job."""
+    return "SUBMITIT_LOCAL_JOB_ID" in os.environ or os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
 
 
 @cache

@@ -16,7 +16,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lit_fused.app.ranks import is_first_rank
+from lit_fused.app.ranks import is_first_rank, job_of_cluster, may_be_requeued
 from lit_fused.atomic import newest_in, remove, removed_on_failure
 from lit_fused.errors import UserError, resuming
 
@@ -37,6 +37,11 @@ def new_folder(path: str) -> str:
     return path
 
 
+def is_of_this_job(folder: Path) -> bool:
+    """Return whether a folder has the run of an earlier attempt of this job, which was put into the queue again."""
+    return may_be_requeued() and read_run_file(folder).get("job") == job_of_cluster()
+
+
 def claim(folder: Path, content: Mapping[str, Any], ckpt_path: str | None) -> int:
     """Lock a run's folder, write ``run.json`` into it, and set aside the metrics of a run that goes on in it.
 
@@ -49,6 +54,7 @@ def claim(folder: Path, content: Mapping[str, Any], ckpt_path: str | None) -> in
     Raises UserError if the folder has another run, or another process writes into it.
     """
     goes_on = ckpt_path is not None and Path(ckpt_path).resolve().is_relative_to(folder.resolve())
+    goes_on |= is_of_this_job(folder)
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = _locked(folder)
     has_failed = (folder / "error.txt").is_file()  # Without results, another run may take its place.
@@ -62,6 +68,7 @@ def claim(folder: Path, content: Mapping[str, Any], ckpt_path: str | None) -> in
     (folder / "error.txt").unlink(missing_ok=True)
     if goes_on and (folder / "metrics.csv").is_file():  # Lightning's logger would delete it.
         os.replace(folder / "metrics.csv", folder / f"metrics.{len(_parts(folder))}.csv")
+    content = {**content, "job": job_of_cluster()}
     write_whole(folder / RUN_FILE, (json.dumps(content, indent=1, default=str) + "\n").encode())
     return descriptor
 

@@ -1,8 +1,9 @@
-"""End a fit in an orderly way when Ctrl-C, SIGTERM or a terminal that closes asks for it."""
+"""End a fit in an orderly way when Ctrl-C, SIGTERM, a terminal that closes or a cluster's scheduler asks for it."""
 
 import atexit
 import os
 import signal
+import subprocess
 import threading
 import time
 from types import FrameType
@@ -11,6 +12,7 @@ from typing import Any, NoReturn
 import lightning as L
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_fused.callbacks.run_checkpoint import RunCheckpoint
@@ -19,6 +21,7 @@ from lit_fused.parallel import HostCopy
 from lit_fused.parallel.checkpoint import newest_checkpoint, wait_for_checkpoints
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+_REQUEUES = [getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
 _SAME_S = 1.0  # two signals within this time are one: torchrun passes on the Ctrl-C that its terminal sent as well
 
 
@@ -29,6 +32,9 @@ class StopOnSignal(L.Callback):
     The ranks agree on a batch, ``RunCheckpoint`` saves its state, and each raises :class:`~lit_fused.errors.Stopped`,
     whose exit code is 130, 143 or 129. A second Ctrl-C, more than a second later, and any signal before the first batch
     and after the last, stops at once: no half of an optimiser step is ever saved.
+
+    Under SLURM, and in jobs of submitit, SIGUSR1 and SIGUSR2 end it in the same way, and the job is put into the queue
+    again: by submitit's own handler or, if Lightning's ``SLURMEnvironment`` has ``auto_requeue``, by ``scontrol``.
     """
 
     def __init__(self) -> None:
@@ -39,7 +45,10 @@ class StopOnSignal(L.Callback):
         self._trainer, self._process, self._in_steps = trainer, os.getpid(), False
         self._asked = self._agreed = 0  # the number of the signal that came to this rank; of one that all ranks know of
         self._unread: HostCopy | None = None  # the largest signal that had come to any rank at the end of a batch
-        handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+        self._environment = getattr(trainer.strategy, "cluster_environment", None)
+        is_job = isinstance(self._environment, SLURMEnvironment)
+        requeues = [number for number in _REQUEUES if is_job or callable(signal.getsignal(number))]
+        handlers = {number: signal.getsignal(number) for number in (*_SIGNALS, *requeues)}
         self._previous |= {n: h for n, h in handlers.items() if h not in (self._handle, signal.SIG_IGN)}
         self._terminals = [stream for stream in (1, 2) if os.isatty(stream)]
         self._listen()  # already here: workers that load data are forked before training starts, and inherit it
@@ -133,15 +142,26 @@ class StopOnSignal(L.Callback):
 
     def _stop(self) -> NoReturn:
         trainer: L.Trainer = self._trainer
-        environment = getattr(trainer.strategy, "cluster_environment", None)
-        if trainer.local_rank > 0 and isinstance(environment, LightningEnvironment):
+        if trainer.local_rank > 0 and isinstance(self._environment, LightningEnvironment):
             atexit.register(_wait_for_end_of, os.getppid())
         where = ""
         if trainer.state.fn == TrainerFn.FITTING:
             newest = newest_checkpoint(trainer)
             resume = f"resume with {resuming(newest)}" if newest else "no checkpoint was written, so start again"
             where = f" at step {trainer.global_step}; {resume}"
-        raise Stopped(self._agreed or self._asked, where)
+        number = self._agreed or self._asked
+        if number in _REQUEUES:
+            self._requeue(number)
+        raise Stopped(number, where)
+
+    def _requeue(self, number: int) -> None:
+        handler = self._previous.get(number)
+        if callable(handler):  # submitit's, which ends the process of the first rank
+            handler(number, None)
+        elif getattr(self._environment, "auto_requeue", False) and self._trainer.is_global_zero:
+            array, job = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ["SLURM_JOB_ID"]
+            task = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else job
+            subprocess.run(["scontrol", "requeue", task], check=True)
 
 
 def _wait_for_end_of(parent: int, longest_s: float = 30.0) -> None:

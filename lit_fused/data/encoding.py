@@ -44,6 +44,7 @@ class Encoding:
         mask_probability: See :class:`TextEncoding`.
         tokenizer: Of what :meth:`encoder` returns.
         block_size: Of what :meth:`encoder` returns; the most tokens of a document, for encodings that limit them.
+        columns: Those of the data whose records are encoded; a record has those alone in which it has something.
     """
 
     packings: ClassVar[tuple[Packing, ...]] = ("documents", "none", "stream")
@@ -53,6 +54,7 @@ class Encoding:
     mask_probability: float | None = None
     tokenizer: PreTrainedTokenizerBase
     block_size: int
+    columns: Sequence[str] = ()
 
     def form(self, columns: Sequence[str]) -> str:
         """Return what form the records have, for a person; raise UserError if they have none that is known."""

@@ -45,6 +45,17 @@ class _Windows(Dataset[dict[str, Any]]):
         begins = np.maximum(ends - length, of.starts[users])
         return cls(of, users, begins, labels, ends, length, labels if exclude_seen else None)
 
+    def share_left_out(self) -> float:
+        """Return the share of items to be predicted that no ranking has, because the user had them before."""
+        if self.seen_before is None or not len(self):
+            return 0.0
+        users = np.repeat(np.arange(len(self.of.user_ids)), np.diff(self.of.starts))
+        pairs = users * (self.of.num_items + 1) + self.of.items
+        _, first, numbers = np.unique(pairs, return_index=True, return_inverse=True)
+        counts = self.ends - self.labels
+        places = np.arange(counts.sum()) + np.repeat(self.ends - counts.cumsum(), counts)
+        return float((first[numbers[places]] < np.repeat(self.labels, counts)).mean())
+
     @property
     def contents(self) -> str:
         users, rows = counted(len(np.unique(self.users)), "user"), counted(len(self), "row")
@@ -193,6 +204,11 @@ class InteractionDataModule(BatchDataModule):
             self._parts[name] = _Windows.covering(data, first, last, self.max_length, exclude_seen=seen)
             if name != "test" and not len(self._parts[name]):
                 raise UserError(f"{self.path} has nothing for data.split={self.split} to {name} on; give more of them")
+            if share := self._parts[name].share_left_out():
+                rank_zero_info(
+                    f"{share:.1%} of the {name} items are ones that their users had before, which rankings leave out: "
+                    "they cannot be found; data.exclude_seen=false ranks them"
+                )
         alone = int((ends - starts == 1).sum())
         rank_zero_info(
             f"{self.path.name}: {len(data.items):,} interactions of {len(starts):,} users with {data.num_items:,} items"

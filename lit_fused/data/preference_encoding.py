@@ -42,6 +42,11 @@ class PreferenceEncoding(InstructionEncoding):
     label: str = "label"
 
     def encode(self, document: Mapping[str, Any]) -> Encoded:
+        names, of_data = self._answers(document), self._answers(self.columns or document)
+        if names != of_data:  # A pair without a second answer would be compared with nothing.
+            raise UserError(
+                f"it has no {' and no '.join(of_data)}, which others have: data are pairs or single answers"
+            )
         prompt, answers = self.prompt_and_answers(document)
         if answers[0] == answers[-1] and len(answers) == 2:
             raise LeftOut("the chosen and the rejected answer are the same")

@@ -67,7 +67,7 @@ def tokenized(records: Dataset, encoder: Encoding, split: Split, workers: int | 
         workers = len(os.sched_getaffinity(0)) if records.data.nbytes > SMALL else 1
     if workers > 1:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # The processes are the parallelism.
-    column = encoder.text_column
+    column, encoder.columns = encoder.text_column, records.column_names
     encode = _Encode(encoder, split, column, "uint16" if vocab_size_of(encoder.tokenizer) <= 2**16 else "uint32")
     files = [file["filename"] for file in records.cache_files]
     options = type(encoder).__name__, asdict(cast(Any, encoder)), encoder.block_size
@@ -127,7 +127,7 @@ class _Encode:
             return self.encoder([content for _, _, content in parts])
         except UserError as error:
             if len(parts) == 1:
-                raise UserError(f"record {parts[0][0]}: {error}") from error
+                raise UserError(f"record {parts[0][0] + 1}: {error}") from error
             return [self._encoded([part])[0] for part in parts]
 
 

@@ -184,13 +184,14 @@ class RecommenderModel(LanguageModel):
 
     @torch.no_grad()
     def recommend(
-        self, input_ids: Tensor, k: int = 10, seen: Any = None, logits_budget_mib: float | None = None
+        self, input_ids: Any, k: int = 10, seen: Any = None, logits_budget_mib: float | None = None
     ) -> Recommendations:
-        """Return the k best next items of histories (B, T), padded with 0 on either side.
+        """Return the k best next items of histories: integers (B, T), padded with 0 on either side, or B sequences.
 
         ``seen`` are items that a row must not get: integers (B, S), 0 for none, or B sequences; None: those of
         ``input_ids``. A history without items gets a recommendation as well, that of the padding alone.
         """
+        input_ids = padded_histories(input_ids)
         seen = input_ids if seen is None else seen
         if not isinstance(seen, Tensor):
             seen = [torch.as_tensor(row, dtype=torch.int64) - 1 for row in seen]
@@ -248,6 +249,14 @@ class RecommenderModel(LanguageModel):
         hits = factors * (places <= min(self.top_k, self.num_items))  # What is left out is behind all items.
         sums = (hits / (places + 1).log2()).sum(), hits.sum(), (factors / places).sum()
         return dict(zip(ranking_names(self.top_k), sums, strict=True))
+
+
+def padded_histories(histories: Any) -> Tensor:
+    """Return histories, a tensor (B, T) or B sequences of numbers of items, as int64 (B, T), T >= 1, padded with 0."""
+    if not isinstance(histories, Tensor):
+        rows = [torch.as_tensor(row, dtype=torch.int64) for row in histories]
+        histories = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return histories if histories.shape[1] else histories.new_zeros(len(histories), 1)
 
 
 def ranking_names(k: int) -> tuple[str, str, str]:

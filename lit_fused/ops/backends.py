@@ -17,6 +17,9 @@ N tokens, D hidden, V vocabulary.
 import functools
 import importlib
 import inspect
+import os
+import shutil
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import fields
@@ -124,14 +127,8 @@ def compiler_missing(device: torch.device) -> str | None:
     """Return what ``torch.compile`` lacks on a device; None if it has everything."""
     if device.type == "cuda":
         return package_missing("triton")
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        return "a C++ compiler for torch.compile on the CPU (install g++)"
-    return None
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # torch's own choice
+    return None if shutil.which(compiler) else "a C++ compiler for torch.compile on the CPU (install g++)"
 
 
 def package_missing(package: str) -> str | None:

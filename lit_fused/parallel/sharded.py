@@ -103,7 +103,7 @@ class Sharded(Placement):
             reshards = getattr(self.strategy, "reshard_after_forward", True)  # Lightning's own has no such option.
             parts = units(model)
             if reshards is None:
-                reshards = not self._all_have_room(parts, data.get_group())
+                reshards = not self._units_stay_gathered(parts, data.get_group())
             for unit in parts:
                 fully_shard(unit, mesh=data, reshard_after_forward=reshards)
             fully_shard(model, mesh=data)
@@ -111,15 +111,15 @@ class Sharded(Placement):
             for method in ("prepare", "spot_check", "check_packing", "token_losses", "run_with"):
                 register_fsdp_forward_method(model, method)
 
-    def _all_have_room(self, parts: list[list[nn.Module]], group: dist.ProcessGroup) -> bool:
+    def _units_stay_gathered(self, parts: list[list[nn.Module]], group: dist.ProcessGroup) -> bool:
         """Return whether the units stay gathered, the same on all ranks: their devices may differ."""
         device = self.strategy.root_device
         if device.type != "cuda":
             return False
-        room = stay_gathered(parts, torch.cuda.get_device_properties(device).total_memory)
-        has_room = torch.tensor(int(room), device=device)
-        dist.all_reduce(has_room, dist.ReduceOp.MIN, group=group)
-        return bool(has_room)
+        memory = torch.cuda.get_device_properties(device).total_memory
+        stay = torch.tensor(int(stay_gathered(parts, memory)), device=device)
+        dist.all_reduce(stay, dist.ReduceOp.MIN, group=group)
+        return bool(stay)
 
     @property
     def _sharers(self) -> tuple[dist.ProcessGroup, str] | None:

@@ -18,7 +18,7 @@ from lit_fused.export.own_folder import check_own, finish_own
 from lit_fused.losses import Loss
 from lit_fused.losses.loss import Batch
 from lit_fused.models import item_encoders
-from lit_fused.models.recommender import Recommendations, RecommenderModel
+from lit_fused.models.recommender import Recommendations, RecommenderModel, padded_histories
 from lit_fused.training.module import FusedLMModule
 
 _SETTINGS, _WEIGHTS = "recommender.json", "model.safetensors"
@@ -116,10 +116,10 @@ class FusedRecommenderModule(FusedLMModule):
     def metric_names(self) -> set[str]:
         return super().metric_names | {f"coverage_at_{self._recommender.top_k}"}
 
-    def recommend(self, input_ids: Tensor, k: int = 10, seen: Any = None) -> Recommendations:
-        """Return the k best next items of histories (B, T), in evaluation mode, as
+    def recommend(self, input_ids: Any, k: int = 10, seen: Any = None) -> Recommendations:
+        """Return the k best next items of histories, a tensor (B, T) or lists, in evaluation mode, as
         :meth:`~lit_fused.models.recommender.RecommenderModel.recommend` says."""
-        was_training, batch = self.training, {"input_ids": input_ids.to(self.device)}
+        was_training, batch = self.training, {"input_ids": padded_histories(input_ids).to(self.device)}
 
         def run(model: Any, batch: Batch) -> Recommendations:
             return model.recommend(batch["input_ids"], k, seen)

@@ -127,37 +127,6 @@ def test_a_run_by_steps_says_how_many_epochs_they_are(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("overrides", "said", "steps", "validated"),
-    [
-        (["trainer.max_epochs=1"], "32 rows of 32 tokens: 1 epoch is 8 steps", 8, [2, 4, 6, 8]),
-        (
-            ["trainer.accumulate_grad_batches=3", "trainer.max_epochs=2"],
-            "32 rows of 32 tokens: 2 epochs are 6 steps",
-            *(6, [2, 3, 5, 6]),
-        ),
-        (
-            ["data.num_train_batches=7", "data.num_val_batches=1", "trainer.val_check_interval=0.4"],
-            "28 rows of 32 tokens: 3 epochs are 21 steps",
-            *(21, [2, 4, 6, 9, 11, 13, 16, 18, 20, 21]),
-        ),
-    ],
-)
-def test_a_fine_tuning_trains_and_validates_as_its_settings_say(overrides, said, steps, validated, tmp_path):
-    model = ["model=pretrained", f"model.path={pretrained(tmp_path / 'model', 'llama_tied')}"]
-    found = result(tmp_path, *model, *SYNTHETIC, "data.vocab_size=97", *overrides)
-    assert found[:3] == (said, steps, validated)
-
-
-def test_steps_of_fewer_rows_than_a_batch_are_told_as_what_they_are(tmp_path):
-    rows = [f"{user},{(user * 7 + i) % 11},{i}\n" for user in range(3) for i in range(5)]
-    (tmp_path / "x.csv").write_text("user,item,timestamp\n" + "".join(rows))
-    words = ["module=recommender", "data=interactions", "data.path=x.csv", "data.batch_size=4"]
-    said, steps, *_ = result(tmp_path, *words, "trainer.max_epochs=2")
-    assert (said, steps) == ("3 users in 3 rows of at most 50 items: 2 epochs are 2 steps", 2)
-
-
-@pytest.mark.slow
 def test_a_stopped_fine_tuning_is_resumed_to_the_end_of_its_epochs_and_validated_by_path(tmp_path):
     folder = pretrained(tmp_path / "model", "llama_tied")
     words = ["model=pretrained", f"model.path={folder}", *SYNTHETIC, "data.vocab_size=97", "trainer.accelerator=cpu"]

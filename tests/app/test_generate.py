@@ -133,17 +133,6 @@ def best_run(folder: Path, backbone: Any, *callbacks: L.Callback) -> tuple[Fused
     return module, saver
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "llama_tied"])
-def test_the_best_weights_are_exported_and_the_model_keeps_its_last(name, tmp_path):
-    module, saver = best_run(tmp_path, tiny_model(name))
-    best = torch.load(saver.best_model_path, weights_only=True)["state_dict"]
-    exported: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "best")
-    for key, p in exported.named_parameters(remove_duplicate=False):
-        assert torch.equal(p, best[f"model.backbone.{key}"]), key
-        assert not torch.equal(p, module.backbone.get_parameter(key)), key
-
-
 def test_the_best_adapters_are_merged_into_the_weights_that_they_were_trained_beside(tmp_path):
     peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)

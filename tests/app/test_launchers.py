@@ -10,9 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
-from commands import ROOT, SYNTHETIC, TINY_MODEL, Finished, environment, run_forked, train
+from commands import ROOT, SYNTHETIC, TINY_MODEL, Finished, command, environment, run_forked, train
 from hydra import compose, initialize_config_dir
 from torchrun import COMMAND
 
@@ -90,8 +91,12 @@ def test_lightning_torchrun_and_slurm_start_the_same_job(tmp_path):
 
 
 SRUN = """#!/bin/sh
+SLURM_PROCID=1 SLURM_LOCALID=1 "$@" &
+second=$!
 SLURM_PROCID=0 SLURM_LOCALID=0 "$@" &
-SLURM_PROCID=1 SLURM_LOCALID=1 exec "$@"
+echo $! $second > tasks
+wait $!
+wait $second
 """
 
 
@@ -111,28 +116,54 @@ def cluster(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3 * TIMEOUT_S)
-def test_the_example_for_sbatch_is_requeued_before_its_limit_and_resumes(cluster):
+def test_the_example_for_sbatch_is_requeued_before_its_limit_and_goes_on_with_the_next_step(cluster):
     small = [*SYNTHETIC, *TINY_MODEL, "trainer.accelerator=cpu", "callbacks.checkpoint.every_n_train_steps=5"]
     script = ["bash", str(ROOT / "examples/slurm/train.sbatch"), *small, "~callbacks.export"]
     path = f"{cluster / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     job: dict[str, Any] = slurm_job() | {"PATH": path}
-    last = cluster / "outputs/4321/checkpoints/last.ckpt"
+    run = cluster / "outputs/4321"
 
     first = start([*script, "trainer.max_steps=100000"], cluster, **job, session=True)
     try:
-        wait_for(last)
-        first.send_signal(signal.SIGUSR1)
-        wait_for(cluster / "requeues")
+        wait_for(run / "checkpoints/last.ckpt")
+        os.kill(int((cluster / "tasks").read_text().split()[1]), signal.SIGUSR1)  # SLURM sends it to all
+        first.communicate(timeout=TIMEOUT_S)
     finally:
-        os.killpg(first.pid, signal.SIGKILL)  # as SLURM ends a job
-        first.communicate()
+        os.killpg(first.pid, signal.SIGKILL) if first.poll() is None else None
     assert (cluster / "requeues").read_text() == "requeue 4321\n"
+    reached = steps_of(run / "checkpoints/last.ckpt")
+    assert f"stopped by SIGUSR1 at step {reached}" in (run / "error.txt").read_text()
 
-    reached = steps_of(last)
-    finish([start([*script, f"trainer.max_steps={reached + 2}"], cluster, **job)])
-    assert steps_of(last) == reached + 2
-    steps = [int(row["step"]) for row in metric_rows(cluster / "outputs/4321") if row.get("train/loss")]
+    again = start([*script, f"trainer.max_steps={reached + 2}"], cluster, **job, SLURM_RESTART_COUNT="1")
+    finish([again])
+    assert steps_of(run / "checkpoints/last.ckpt") == reached + 2
+    steps = [int(row["step"]) for row in metric_rows(run) if row.get("train/loss")]
     assert steps == list(range(reached + 2)), "it began anew, or a step is missing or there twice"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * TIMEOUT_S)
+def test_a_preempted_job_of_submitit_is_requeued_and_ends_with_the_numbers_of_one_that_was_not(tmp_path):
+    job = [*SYNTHETIC, *TINY_MODEL, "callbacks=measure", "trainer.accelerator=cpu"]
+    job += ["+callbacks.checkpoint._target_=lit_fused.callbacks.RunCheckpoint", "trainer.max_steps=40"]
+    job += ["+callbacks.checkpoint.every_n_train_steps=5", "+callbacks.checkpoint.dirpath=${output_dir}/checkpoints"]
+    slow = "+callbacks.slow={_target_: slow_steps.SlowSteps, seconds: 0.2}"
+    whole = train(tmp_path, *job, "hydra.run.dir=whole")
+    assert whole.status == 0, whole.output
+    sweep = command("-m", "hydra/launcher=submitit_local", "hydra.sweep.dir=sweep", *job, slow)
+    process = start(sweep, tmp_path, PYTHONPATH=f"{ROOT}:{ROOT / 'tests/helpers'}")
+    last = tmp_path / "sweep/0/checkpoints/last.ckpt"
+    wait_for(last)
+    [task] = [p for p in psutil.Process(process.pid).children(recursive=True) if "submitit.core._submit" in p.cmdline()]
+    task.send_signal(signal.SIGUSR2)
+    finish([process])
+    logs = "".join(path.read_text() for path in (tmp_path / "sweep").rglob("*_log.*"))
+    assert "Requeued job" in logs
+    assert logs.count("Restored all states") == 1, "it went on, once"
+    assert numbers(tmp_path / "sweep/0") == numbers(tmp_path / "whole")
+    rows = metric_rows(tmp_path / "sweep/0")
+    assert [row["step"] for row in rows if row.get("train/loss")] == [str(step) for step in range(40)]
+    assert (tmp_path / "sweep/0/metrics.1.csv").exists(), "it went on in its folder"
 
 
 def wait_for(path: Path) -> None:

@@ -98,6 +98,16 @@ def test_a_checkpoint_is_named_by_its_file_its_runs_folder_or_last(tmp_path, mon
     assert run_of(old / "a" / "checkpoints" / "last.ckpt") is None
 
 
+@pytest.mark.parametrize("name", ["epoch=1-step=20.ckpt", "best-{step}.ckpt", "loss,3.ckpt", "a b's.ckpt"])
+def test_a_checkpoint_is_named_as_it_is_whatever_hydra_reads_in_its_name(name, tmp_path):
+    saved(tmp_path, ["seed=5"])
+    path = tmp_path / "checkpoints" / name
+    path.touch()
+    words = with_run([f"ckpt_path={path}"])
+    assert composed(*words).ckpt_path == str(path)
+    assert with_run(words[1:]) == words, "a process that Lightning starts has the quoted name"
+
+
 def test_several_checkpoints_are_of_one_run_and_one_without_a_run_stands_alone(tmp_path, capsys):
     one, two = saved(tmp_path / "one", ["seed=5"]), saved(tmp_path / "two", ["seed=5"])
     path = one.removeprefix("ckpt_path=")

@@ -82,7 +82,7 @@ def test_the_files_of_the_page_work_as_they_stand(tmp_path):
         done = train(tmp_path, "--config-dir", "my_conf", *words)
         assert done.output.splitlines()[-1].startswith("A file of your own is FOLDER/experiment/NAME.yaml, begins with")
     assert "A file of your own" not in train(tmp_path, "loss=cee").output
-    done = train(tmp_path, "--config-dir", "my_conf", "experiment=mine", "data.path=nowhere")
+    done = train(tmp_path, "--config-dir", "my_conf", "experiment=mine", "data.path=nowhere.txt")
     assert done.status == 1
     assert "A file of your own" not in done.output, "it was composed"
 

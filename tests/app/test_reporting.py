@@ -10,14 +10,11 @@ import pytest
 import tools_here
 from commands import SYNTHETIC, TINY_MODEL, train
 from composed import composed
-from hydra.core.utils import JobReturn
-from hydra.types import RunMode
 from omegaconf import OmegaConf
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 from sweep_runs import METRICS, write_run
 
-from lit_fused.app import launching
 from lit_fused.app.reporting.page import write_report
 
 HOSTILE = "</script><b id=hostile>&\"'"
@@ -162,24 +159,6 @@ def test_the_page_shows_every_run_loads_nothing_and_fits_a_phone(browser: Browse
     assert "max_steps: 30" in page.inner_text("body")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     assert wrong == []
-
-
-def test_reports_during_a_sweep_take_a_small_part_of_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, written = [0.0], []
-
-    def write(folder: Path) -> None:
-        written.append(now[0])
-        now[0] += 3.0
-
-    monkeypatch.setattr(launching.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(launching, "write_report", write)
-    monkeypatch.setattr(launching.SweepReport, "_next", 0.0)
-    runtime = {"cwd": str(tmp_path), "output_dir": "0"}
-    config = OmegaConf.create({"hydra": {"mode": RunMode.MULTIRUN, "runtime": runtime, "sweep": {"dir": "sweep"}}})
-    for _ in range(100):  # jobs of a second
-        now[0] += 1
-        launching.SweepReport().on_job_end(config, JobReturn())
-    assert written == [1.0, 61.0]
 
 
 def test_a_sweep_ends_with_its_report_also_after_a_failure_and_a_run_that_goes_on_renews_it(tmp_path: Path) -> None:

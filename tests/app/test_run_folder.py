@@ -2,7 +2,6 @@
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 from commands import SYNTHETIC, TINY_MODEL, train
@@ -109,17 +108,6 @@ def test_a_refused_command_leaves_no_folder(words, status, tmp_path):
     left = [path for path in (tmp_path / "outputs").rglob("*") if path.is_file()]
     assert not left, left
     assert not (tmp_path / "outputs").is_dir() or not [*(tmp_path / "outputs").iterdir()]
-
-
-def test_a_refused_command_leaves_the_run_in_its_folder_as_it_was(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "run.json").write_text('{"overrides": ["seed=1"]}')
-    (tmp_path / "run" / "metrics.csv").write_text("step,a\n")
-    for words in (["hydra.run.dir=run"], ["hydra.run.dir=run", "mode=validate"]):
-        done = train(tmp_path, *SYNTHETIC, *TINY_MODEL, *words)
-        assert "has a run already" in done.output
-        assert read_run_file(tmp_path / "run")["overrides"] == ["seed=1"]
-        assert sorted(path.name for path in Path(tmp_path / "run").iterdir()) == ["metrics.csv", "run.json"]
 
 
 def test_a_run_says_its_overrides_and_its_configuration(tmp_path):

@@ -55,7 +55,7 @@ def test_optuna_searches_and_goes_on_after_a_trial_that_fails(tmp_path):
 
 
 def hold(count: int, folder: Path, answer: Connection) -> None:
-    answer.send(launching.claim(folder, ["0", "1", "2"], count, poll_seconds=0.05))
+    answer.send(launching.claim(folder, ["0", "1", "2", "3", "4"], count, poll_seconds=0.05))
     time.sleep(60)
 
 
@@ -70,13 +70,13 @@ def test_every_process_has_gpus_of_its_own_and_waits_for_those_of_others(tmp_pat
         return mine
 
     try:
-        assert start(1).recv() == ["0"]
-        assert start(1).recv() == ["1"]
-        waiting = start(2)  # one is free, it needs two
+        assert start(2).recv() == ["0", "1"]
+        assert start(2).recv() == ["2", "3"]
+        waiting = start(2)
         assert not waiting.poll(1)
         processes[0].kill()  # a lock does not outlive its process, however that ends
         assert waiting.poll(10)
-        assert waiting.recv() == ["0", "2"]
+        assert waiting.recv() == ["0", "1"]
     finally:
         for process in processes:
             process.kill()
@@ -114,12 +114,3 @@ def test_a_job_sees_the_gpus_that_it_has_locked_among_those_of_the_user(monkeypa
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5"
     for lock in launching._held:
         lock.release()
-
-
-def test_on_the_cpu_nothing_is_locked(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr(launching, "_held", [])
-    callback = launching.OwnGpus()
-    callback.on_multirun_start(config(8, 8, "cpu"))
-    callback.on_job_start(config(8, 8, "cpu"))
-    assert launching._held == []

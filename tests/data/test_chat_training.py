@@ -3,17 +3,13 @@
 import json
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from chat_templates import CHATML_UNMARKED, make_tokenizer
 from commands import train
 from data_modules import chat_data, ready
-from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from lit_fused import FusedCausalLMModule
-from lit_fused.callbacks import SampleText
 from lit_fused.data.chat_template import CHATML
 from lit_fused.data.tokenizer import train_tokenizer
 from lit_fused.errors import UserError
@@ -96,52 +92,6 @@ def tiny_llama(vocab_size):
         num_key_value_heads=4,
     )
     return AutoModelForCausalLM.from_config(config)
-
-
-def loss_of(model, tokens, mask):
-    """The mean loss on the tokens (n,) of one document where ``mask``, by logits and F.cross_entropy."""
-    logits = model(input_ids=tokens[None]).logits[0, :-1]
-    return F.cross_entropy(logits[mask[1:]], tokens[1:][mask[1:]])
-
-
-@pytest.mark.slow
-def test_a_tiny_model_learns_the_answers_and_not_the_questions(tmp_path, tokenizer):
-    records = [asked(f"the quick brown fox {i}", "jumps over the lazy dog") for i in range(64)]
-    path = write(tmp_path / "chat.jsonl", records)
-    module = prepared(path, tokenizer, packing="documents")
-    assert module.tokenizer is not None
-    backbone = tiny_llama(module.vocab_size)
-    lightning_module = FusedCausalLMModule(backbone, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
-    quiet: dict[str, Any] = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    sample = SampleText("the quick brown fox 99", max_new_tokens=12, temperature=0, chat=True)
-    trainer = L.Trainer(max_epochs=12, accelerator="cpu", callbacks=[sample], **quiet)
-    trainer.fit(lightning_module, module)
-    assert "assistant\njumps over the lazy dog" not in sample.samples["before training"]
-    assert "assistant\njumps over the lazy dog" in sample.samples["after training"]
-
-    store = module.prepared.val
-    first = slice(0, int(store.ends[0]))
-    tokens, wanted = (torch.from_numpy(array) for array in store.read(first.start, first.stop))
-    backbone.eval()
-    with torch.no_grad():
-        assert loss_of(backbone, tokens, wanted) < 0.1
-        assert loss_of(backbone, tokens, ~wanted) > 2  # though the questions hardly differ
-
-    # The validation loss is the sum over the answers' tokens divided by their number.
-    (metrics,) = trainer.validate(lightning_module, module, verbose=False)
-    total, count, begin = 0.0, 0, 0
-    with torch.no_grad():
-        for end in store.ends.tolist():
-            tokens, wanted = (torch.from_numpy(array) for array in store.read(begin, end))
-            total += float(loss_of(backbone, tokens, wanted)) * int(wanted[1:].sum())
-            count += int(wanted[1:].sum())
-            begin = end
-    assert metrics["val/loss"] == pytest.approx(total / count, rel=1e-4)
 
 
 @pytest.mark.slow

@@ -99,6 +99,23 @@ def test_a_split_by_time_predicts_what_came_later_from_what_came_before(tmp_path
             assert windows[index]["seen"].tolist() == sorted({*data.interactions.items[own][:before].tolist()})
 
 
+@pytest.mark.parametrize("options", [{}, {"split": "time", "val_fraction": 0.4}, {"max_length": 3, "split": "time"}])
+def test_the_share_of_items_that_no_ranking_can_have_is_said(tmp_path, caplog, options):
+    path = write(tmp_path, random_rows(items=6))
+    with caplog.at_level("INFO"):
+        data = InteractionDataModule(path, **options)
+        data.setup()
+    for part in ("val", "test"):
+        rows = [*data._parts[part]]
+        lost = sum(int(torch.isin(row["labels"], row["seen"]).sum()) for row in rows)
+        share = lost / sum(int((row["labels"] > 0).sum()) for row in rows)
+        assert share > 0.1
+        assert f"{share:.1%} of the {part} items are ones that their users had before" in caplog.text
+    caplog.clear()
+    InteractionDataModule(path, exclude_seen=False, **options).setup()
+    assert "had before" not in caplog.text
+
+
 def test_prediction_has_the_last_items_of_every_user_and_all_that_they_had_unless_they_may_have_it_again(tmp_path):
     rows = random_rows()
     for exclude_seen in (True, False):

@@ -7,6 +7,7 @@ import torch
 from chat_templates import make_tokenizer
 
 from lit_fused.data import InstructionEncoding, PreferenceEncoding, TokenDataModule
+from lit_fused.errors import UserError
 
 TEXTS = [{"prompt": f"{n} +", "chosen": f" {n} fox", "rejected": " dog" * (1 + n % 3)} for n in range(12)]
 USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "How"), ("assistant", "fox"), ("assistant", "dog")))
@@ -124,6 +125,11 @@ def test_a_label_is_true_or_false_or_one_or_zero():
     assert [len(one.tokens[: one.ends[0]]) > 1 for one in found] == [True, True, False, False]
     with pytest.raises(KeyError, match="false"):
         encoder([single | {"label": "false"}])
+
+
+def test_a_labelled_answer_among_pairs_is_named_by_its_line(tmp_path):
+    with pytest.raises(UserError, match="record 6: it has no chosen and no rejected, which others have"):
+        module_of(tmp_path, [*TEXTS[:5], {"prompt": "a", "completion": " b", "label": True}, *TEXTS[5:]])
 
 
 @pytest.mark.parametrize(

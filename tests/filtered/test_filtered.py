@@ -467,10 +467,7 @@ def test_a_hidden_state_that_is_no_number_reaches_its_own_gradient_and_the_weigh
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"filter_eps": -1e-9}, "filter_eps must be a probability, at least 0 and below 1, got -1e-09"),
-        ({"filter_eps": 1.0}, "filter_eps must be a probability.*got 1.0"),
-        ({"filter_eps": float("nan")}, "filter_eps must be a probability.*got nan"),
-        ({"filter_eps": EPS, "label_smoothing": 0.1}, "label_smoothing=0.1 their gradient is not small"),
+        ({"filter_eps": 1.0}, "filter_eps must be a probability, at least 0 and below 1, got 1.0"),
         ({"filter_eps": 0.0, "label_smoothing": 0.1}, "label_smoothing=0.1 their gradient is not small"),
     ],
 )

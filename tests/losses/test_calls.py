@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from tiny_models import VOCABULARY, WIDTH, tiny_batch, tiny_llama
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_fused import LinearCrossEntropyLoss, UserError
 
@@ -32,15 +31,6 @@ def losses(model: Any, hidden: Tensor) -> Tensor:
     """The definition: position t predicts label t + 1, and the last position nothing."""
     found = F.cross_entropy(model.lm_head(hidden)[:, :-1].transpose(1, 2), LABELS[:, 1:], reduction="none")
     return F.pad(found, (0, 1))
-
-
-@pytest.mark.filterwarnings("ignore:loss=cce needs")
-def test_the_call_works_word_for_word(model):
-    model.bfloat16()
-    loss = Loss(output_embeddings=model.get_output_embeddings(), impl="cce", chunk_size=4096)
-    assert repr(loss) == "LinearCrossEntropyLoss(impl='cce', output_embeddings=Linear (97, 32), chunk_size=4096)"
-    assert loss.head is not None
-    assert loss.head.layer is model.lm_head
 
 
 def test_a_layer_and_its_weight_are_output_layers(model, hidden, losses):
@@ -91,27 +81,6 @@ def test_weights_of_tokens_and_a_count_of_ones_own(model, hidden, losses):
     each = F.cross_entropy(layer(reference)[:, :-1].transpose(1, 2), LABELS[:, 1:], reduction="none")
     ((each * weights).sum() / weights[valid].sum()).backward()
     torch.testing.assert_close(leaf.grad, reference.grad)
-
-
-class Largest(TorchDispatchMode):
-    """Keeps the largest number of rows of any tensor as wide as the vocabulary."""
-
-    rows = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.ndim == 2 and result.shape[1] == VOCABULARY:
-            self.rows = max(self.rows, len(result))
-        return result
-
-
-@pytest.mark.parametrize(("chunk_size", "rows"), [(128, 128), (300, 384), (10**6, 1000)])
-def test_chunk_size_is_the_rows_of_a_chunk_in_whole_tiles(chunk_size, rows):
-    layer = nn.Linear(WIDTH, VOCABULARY, bias=False)
-    hidden, targets = torch.randn(1000, WIDTH), torch.randint(VOCABULARY, (1000,))
-    with Largest() as largest:
-        Loss(output_embeddings=layer, chunk_size=chunk_size)(hidden, targets)
-    assert largest.rows == rows
 
 
 LAYER = nn.Linear(WIDTH, VOCABULARY)

@@ -66,26 +66,6 @@ def test_on_its_own_the_loss_is_the_mean_cross_entropy_of_labels_shifted_by_one(
     torch.testing.assert_close(loss.forward_logits(hidden), layer(hidden))
 
 
-def test_rows_with_different_numbers_of_labels_weigh_each_token_alike():
-    hidden, layer = hidden_and_layer(torch.float64)
-    labels = tiny_batch(ignored=0.0)["labels"]
-    for row, kept in enumerate((20, 9, 2)):
-        labels[row, kept:] = -100
-    loss = LinearCrossEntropyLoss(output_embeddings=layer)(hidden, labels)
-    by_row = [shifted_cross_entropy(layer(hidden[i : i + 1]), labels[i : i + 1], reduction="sum") for i in range(3)]
-    torch.testing.assert_close(loss, sum(by_row) / (19 + 8 + 1))
-
-
-def test_all_labels_ignored_gives_zero_that_is_part_of_the_graph():
-    hidden, layer = hidden_and_layer()
-    loss = LinearCrossEntropyLoss(output_embeddings=layer)(hidden, torch.full((3, 20), -100))
-    assert loss.requires_grad
-    loss.backward()
-    assert loss == 0
-    assert torch.equal(grad_of(hidden), torch.zeros_like(hidden))
-    assert torch.equal(grad_of(layer.weight), torch.zeros_like(layer.weight))
-
-
 def test_an_output_head_and_a_tied_embedding_are_accepted_as_output_embeddings():
     hidden, _ = hidden_and_layer()
     labels = tiny_batch()["labels"]
@@ -172,27 +152,6 @@ def test_the_loss_per_token_adds_up_to_the_loss_and_is_zero_where_ignored(loss):
     torch.testing.assert_close(losses, expected.view(3, 20), rtol=1e-4, atol=1e-5)
     assert torch.equal(losses == 0, shift_labels(batch["labels"]) == -100)
     torch.testing.assert_close(losses.sum(), output.loss_sum)
-
-
-@pytest.mark.parametrize(
-    "options", [{"label_smoothing": 0.2}, {"z_loss": 1e-2}, {"label_smoothing": 0.1, "z_loss": 1e-3}]
-)
-@pytest.mark.parametrize("loss_class", [CrossEntropyLoss, LinearCrossEntropyLoss])
-def test_label_smoothing_and_z_loss_are_those_of_the_reference(loss_class, options):
-    backbone: Any = tiny_backbone(dtype=torch.float64)
-    batch = tiny_batch()
-    hidden = backbone(batch["input_ids"])
-    expected, stats = linear_cross_entropy_reference(
-        hidden, backbone.head.weight, shift_labels(batch["labels"]), bias=backbone.head.bias, reduction="sum", **options
-    )
-    truth = gradients_after(expected, backbone)
-    output = LanguageModel(backbone, loss_class(**options))(batch)
-    torch.testing.assert_close(output.loss_sum.double(), expected, rtol=1e-6, atol=0.0)
-    assert_close_gradients(gradients_after(output.loss_sum, backbone), truth, 1e-6)
-    for name, value in output.stats.items():
-        torch.testing.assert_close(value.double(), stats[name].double(), rtol=1e-6, atol=0.0)
-    assert "lse_squared" in output.stats or "z_loss" not in options
-    assert ("nll" in output.stats) == (loss_class is LinearCrossEntropyLoss), "the smoothed sum is not the likelihood"
 
 
 def only_a_sum(hidden, weight, targets, *, bias, label_smoothing=0.0, z_loss=0.0):

@@ -71,19 +71,6 @@ def test_targets_of_any_integer_dtype_are_those_of_int64(dtype, ignore_index, vo
     assert torch.equal(torch.as_tensor(top_items(hidden, weight, 1, targets=narrow).ranks), ranks)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_weighted_classes_are_weighted_tokens(reduction):
-    (hidden, weight), targets = make()
-    of_classes = torch.rand(len(weight), dtype=torch.float64)
-    expected = F.cross_entropy(F.linear(hidden, weight), targets, of_classes, reduction=reduction)
-    weights = of_classes[targets.clamp(min=0)]
-    loss, _ = linear_cross_entropy(hidden, weight, targets, token_weights=weights, reduction=reduction)
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
-    gradients = (torch.autograd.grad(value.sum(), (hidden, weight)) for value in (loss, expected))
-    for found, truth in zip(*gradients, strict=True):
-        torch.testing.assert_close(found, truth, rtol=1e-11, atol=1e-12)
-
-
 def test_weights_of_tokens_that_sum_to_zero_give_a_mean_of_zero():
     tensors, targets = make()
     loss, _, gradients = run(linear_cross_entropy, tensors, targets, token_weights=torch.zeros(len(targets)))
@@ -177,6 +164,7 @@ def test_a_chunk_fills_the_budget_but_never_holds_all_tokens_nor_fewer_than_256(
     assert chunk_rows(8192, 4 * 256_000, 1) == 256
     assert chunk_rows(100, 4 * 1000, 256) == 256
     assert chunk_rows(0, 4 * 1000, 256) == 256
+    assert [chunk_rows(1000, 4 * 1000, 256, size) for size in (128, 300, 10**6)] == [128, 384, 1024]
 
 
 def test_chunks_are_evened_out_and_cover_every_token_once():
@@ -184,14 +172,6 @@ def test_chunks_are_evened_out_and_cover_every_token_once():
     for tokens in (0, 1, 255, 256, 257, 5000):
         covered = [i for chunk in chunks(tokens, chunk_rows(tokens, 2**20, 700)) for i in range(tokens)[chunk]]
         assert covered == list(range(tokens))
-
-
-def test_the_chunk_size_changes_nothing_but_the_order_of_sums():
-    tensors, targets = make()
-    whole = run(linear_cross_entropy, tensors, targets, logits_budget_mib=256)
-    chunked = run(linear_cross_entropy, tensors, targets, logits_budget_mib=1e-6)
-    assert error(chunked[0], whole[0]) < 1e-14
-    assert all(error(a, b) < 1e-13 for a, b in zip(chunked[2], whole[2], strict=True))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

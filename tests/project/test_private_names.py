@@ -30,13 +30,14 @@ LISTED = {
     "_C": "where torch keeps the question below",
     "_are_functorch_transforms_active": "torch.func runs a backward as if for a second derivative, and says so nowhere",
     "_assert_async": "a check of numbers on a GPU that no host waits for",
-    "_inductor": "whether there is a C++ compiler that torch.compile takes on a CPU",
     "_parameters": "an embedding's forward runs with a part of the table, which is no nn.Parameter",
     # planning
     "_engine_run_backward": "backward with a mode for torch's functions on, which loss.backward() takes away",
     "_python_dispatch": "where torch documents TorchDispatchMode",
     "_subclasses": "FakeTensor: tensors without bytes",
     # parallel, pipeline and training
+    "_backward_hooks": "whether a project has hooks on parameters, which see sums over tokens",
+    "_post_accumulate_grad_hooks": "the same",
     "_data_fetcher": "the iterator of training batches, which a resumed run makes anew after its random numbers",
     "_foreach_mul_": "one launch for all gradients",
     "_init_group": "between it and Adam's update, parameters become the parts that a rank has; no hook is there",

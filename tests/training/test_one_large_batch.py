@@ -12,7 +12,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from errors_of import relative_error
+from errors_of import ROUNDING, relative_error
 from frozen_cases import other_model
 from head_cases import grad_of
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
@@ -22,6 +22,7 @@ from strategy_cases import stored_scores
 from tiny_models import tiny_model
 from tiny_seq2seq import pair_batch, tiny_seq2seq
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import get_constant_schedule
 
 from lit_fused import (
@@ -42,7 +43,6 @@ from lit_fused import (
     SASRec,
 )
 
-ROUNDING = 8 * torch.finfo(torch.float32).eps  # Norms and rotary embeddings compute in float32 in a float64 model too.
 OPTIMIZER: tuple[Any, ...] = (partial(torch.optim.SGD, lr=0.05), get_constant_schedule)
 Batch = dict[str, Tensor]
 Case = tuple[Any, list[Batch]]
@@ -54,7 +54,9 @@ def without_labels(batches: list[Batch], *indices: int, ignored: int = -100) -> 
     return [empty[i] if i in indices else batch for i, batch in enumerate(batches)]
 
 
-EMPTY = (4, 5, 6, 7, 8, 9)  # Some of them are the whole of a window, for each division of the micro-batches below.
+# Some of them are the whole of a window, for each division of the micro-batches below, and of two ranks the first has
+# none but them in another window.
+EMPTY = (4, 5, 6, 7, 8, 9, 10)
 
 
 def ragged() -> list[Batch]:
@@ -75,6 +77,24 @@ def documents(batch: Batch) -> Tensor:
     """Positions of two documents in each row."""
     length = batch["input_ids"].shape[1]
     return torch.cat([torch.arange(5), torch.arange(length - 5)]).expand(len(batch["input_ids"]), -1)
+
+
+def weights_of_zero() -> Case:
+    """Micro-batches that have labels of no weight in place of none."""
+    made = ragged_batches(COUNT)
+    for index, batch in enumerate(made):
+        batch["token_weights"] = weights(batch) * (index not in EMPTY)
+    return FusedCausalLMModule(tiny_llama(), None, *OPTIMIZER), made
+
+
+class Stream(IterableDataset[Batch]):
+    """Batches of which nobody knows the number."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
 
 
 def own_mean() -> Case:
@@ -144,6 +164,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "torch_native": partial(causal, "torch_native"),
     "smoothing and z-loss": partial(causal, LinearCrossEntropyLoss(label_smoothing=0.2, z_loss=1e-2)),
     "weighted": partial(causal, token_weights=weights),
+    "weights of zero": weights_of_zero,
     "packed": partial(causal, position_ids=documents),
     "a function": own_mean,
     "masked": masked,
@@ -176,12 +197,15 @@ class Steps(L.Callback):
             self.logged.append({n: v.item() for n, v in trainer.callback_metrics.items() if n.startswith("train/")})
 
 
-def fit(name: str, folder: Path, accumulated: int, limit: int | None, at_once: bool = False) -> Any:
-    """Return a fit's gradients and metrics by step, those of its validation, and the weights; ``at_once`` in one
-    process, with all batches of a step, of all ranks, in one."""
+def fit(name: str, folder: Path, accumulated: int, limit: int | None, how: str = "") -> Any:
+    """Return a fit's gradients and metrics by step, and those of its last validation.
+
+    ``how`` is "at once": in one process, with all batches of a step, of all ranks, in one; or "streamed": the number of
+    batches is not known, and a validation follows each of them.
+    """
     module, batches = CASES[name]()
+    steps, validation, at_once = Steps(), batches, how == "at once"
     ranks = 1 if at_once else int(os.environ.get("WORLD_SIZE", "1"))
-    steps, validation = Steps(), batches
     if at_once:
         batches = [merged(window) for window in windows(batches, accumulated, limit)]
         validation = [merged(validation)]
@@ -197,8 +221,10 @@ def fit(name: str, folder: Path, accumulated: int, limit: int | None, at_once: b
         strategy="auto" if ranks == 1 else "ddp",
         use_distributed_sampler=False,
         callbacks=[steps],
+        val_check_interval=1 if how == "streamed" else None,
     )
-    trainer.fit(module, loader(batches), loader(validation))
+    data = DataLoader(Stream(batches), batch_size=None) if how == "streamed" else loader(batches)
+    trainer.fit(module, data, loader(validation))
     validated = {n: v.item() for n, v in trainer.callback_metrics.items() if n.startswith("val/")}
     return steps.gradients, steps.logged, validated
 
@@ -226,16 +252,24 @@ def assert_same(found: Any, expected: Any, name: str) -> None:
 pytestmark = pytest.mark.filterwarnings("ignore:the rollouts' log-probabilities")
 
 
-@pytest.mark.parametrize(("accumulated", "limit"), [(3, None), (2, 13)])
-@pytest.mark.parametrize("name", CASES)
-def test_micro_batches_are_one_large_batch(name, accumulated, limit, tmp_path):
-    assert_same(fit(name, tmp_path, accumulated, limit), fit(name, tmp_path, accumulated, limit, True), name)
-
-
 QUICK = ["chunked", "standard", "weighted", "dpo", "dapo", "recommender"]
+DIVISIONS = [(name, 3, None) for name in CASES] + [
+    pytest.param(name, 2, 13, marks=() if name in QUICK else pytest.mark.slow) for name in CASES
+]
+
+
+@pytest.mark.parametrize(("name", "accumulated", "limit"), DIVISIONS)
+def test_micro_batches_are_one_large_batch(name, accumulated, limit, tmp_path):
+    found = fit(name, tmp_path, accumulated, limit)
+    assert_same(found, fit(name, tmp_path, accumulated, limit, "at once"), name)
+
+
+@pytest.mark.parametrize("name", ["chunked", "weighted", "simpo", "dapo"])
+def test_validations_among_micro_batches_of_a_stream_change_nothing(name, tmp_path):
+    assert_same(fit(name, tmp_path, 3, 13, "streamed"), fit(name, tmp_path, 3, 13, "at once"), name)
 
 
 @pytest.mark.parametrize("names", [QUICK, pytest.param([*CASES], marks=pytest.mark.slow)], ids=["quick", "every"])
 def test_two_ranks_with_unequal_numbers_of_tokens_are_one_large_batch(names, tmp_path):
     for name, found in each(fit, 2, names, tmp_path, 2, None).items():
-        assert_same(found, fit(name, tmp_path, 2 * 2, None, True), name)
+        assert_same(found, fit(name, tmp_path, 2 * 2, None, "at once"), name)

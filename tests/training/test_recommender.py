@@ -232,6 +232,8 @@ def test_recommendations_leave_out_what_was_seen_and_take_histories_padded_on_ei
             assert items[len(unseen) :] == [0] * (ITEMS - len(unseen))
         left = torch.stack([torch.cat([row[row == 0], row[row > 0]]) for row in ids])
         assert torch.equal(module.recommend(left, 5).items, found.items[:, :5])
+        lists = [row[row > 0].tolist() for row in ids]
+        assert torch.equal(module.recommend(lists, 5).items, found.items[:, :5])
         assert module.training
 
 

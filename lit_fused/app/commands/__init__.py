@@ -26,7 +26,8 @@ from lit_fused.app.config import check_config, leave_mps, refuse_code_of_folders
 from lit_fused.app.defaults import default_epochs, open_values
 from lit_fused.app.ranks import end_with_parent, is_first_rank
 from lit_fused.app.reporting.runs import record_failure
-from lit_fused.app.run_folder import claim, leave_nothing
+from lit_fused.app.run_folder import claim, is_of_this_job, leave_nothing
+from lit_fused.atomic import newest_in
 from lit_fused.errors import Stopped, UserError, needing
 from lit_fused.ops.user_error import printable
 
@@ -60,6 +61,8 @@ def run(cfg: DictConfig) -> float | None:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, _stop)
     try:
+        if cfg.mode == "fit" and is_of_this_job(folder) and (newest := newest_in(folder / "checkpoints")):
+            cfg.ckpt_path = str(newest)
         if first and (sweeps or cfg.mode in ("fit", "validate", "test")):
             claimed = claim(folder, _beginning(cfg), cfg.ckpt_path if cfg.mode == "fit" else None)
         _silence_other_packages()

@@ -61,11 +61,10 @@ def recommend(cfg: DictConfig) -> None:
     module = on_device(module, trainer)
     most, size, parts = getattr(module.backbone, "max_length", data.max_length), int(options.batch_size), []
     for first in range(0, len(found.items), size):
-        rows = [torch.from_numpy(row.copy()) for row in found.items[first : first + size]]
-        ids = torch.nn.utils.rnn.pad_sequence([row[-most:] for row in rows], True)
-        ids = ids if ids.shape[1] else ids.new_zeros(len(rows), 1)
+        rows = [row.tolist() for row in found.items[first : first + size]]
+        seen = rows if options.exclude_seen else [[]] * len(rows)
         with trainer.precision_plugin.forward_context(), torch.inference_mode():
-            best = module.recommend(ids, int(options.k), rows if options.exclude_seen else [[]] * len(rows))
+            best = module.recommend([row[-most:] for row in rows], int(options.k), seen)
         parts.append((best.items.cpu().numpy(), best.scores.float().cpu().numpy()))
     numbers, scores = (np.concatenate(part) for part in zip(*parts, strict=True))
     path = Path(options.output or Path(cfg.output_dir) / "recommendations.parquet")

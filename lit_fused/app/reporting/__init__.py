@@ -1,3 +1,1 @@
-"""Report a sweep: its runs side by side in a table, a picture and a page.
-
-``run`` writes a run's files, ``sweep`` reads them, ``page`` writes the report, ``hydra_callback`` asks for it."""
+"""Report a run or a sweep: results in a table, a picture and a page."""
