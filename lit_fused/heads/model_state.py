@@ -28,6 +28,8 @@ _CLOSE = 1e-3  # relative: two passes of the same numbers may round differently 
 
 def same_numbers(found: Any, expected: Any) -> bool:
     """Return whether two values are the same: numbers but for rounding, other kinds of objects without a look."""
+    if found is expected:
+        return True
     if isinstance(expected, Tensor) and isinstance(found, Tensor):
         if found.shape != expected.shape:
             return False
@@ -91,7 +93,8 @@ class ModelState:
 
     def __init__(self, model: nn.Module) -> None:
         configurations: dict[int, tuple[str, Any]] = {}
-        self._of: list[tuple[str, Any, dict[str, _Noted], set[str]]] = []  # by module or configuration
+        # For each module or configuration: what was noted, which of it is registered, and what is passed over.
+        self._of: list[tuple[str, Any, dict[str, _Noted], set[str], set[str]]] = []
         for path, module in model.named_modules():
             prefix = f"{path}." if path else ""
             registered = dict([*module.named_children(), *module.named_buffers(recurse=False)])
@@ -103,37 +106,53 @@ class ModelState:
             self._note(f"{prefix}config.", config, {})
 
     def _note(self, prefix: str, owner: Any, registered: dict[str, Any]) -> None:
-        noted = {name: _Noted(value) for name, value in (_attributes(owner) | registered).items()}
-        self._of.append((prefix, owner, noted, {*registered}))
+        attributes = vars(owner)
+        passed_over = {*_OF_TORCH, *(name for name, value in attributes.items() if _is_view(value))}
+        noted = {name: _Noted(value) for name, value in attributes.items() if name not in passed_over}
+        noted |= {name: _Noted(value) for name, value in registered.items()}
+        self._of.append((prefix, owner, noted, {*registered}, passed_over))
 
     def changes(self) -> dict[str, Any]:
         """Return what has changed since, as it is now, by name."""
         found: dict[str, Any] = {}
-        for prefix, owner, noted, registered in self._of:
-            now = _attributes(owner) | {name: getattr(owner, name) for name in registered}
-            for name in noted.keys() | now.keys():
-                before = noted[name].as_it_was() if name in noted else NOT_THERE
+        for prefix, owner, noted, registered, passed_over in self._of:
+            now = vars(owner) | {name: getattr(owner, name) for name in registered}
+            for name in (noted.keys() | now.keys()) - passed_over:
                 value = now.get(name, NOT_THERE)
-                if not same_numbers(value, before):
+                if not same_numbers(value, noted[name].as_it_was()) if name in noted else _is_number(value):
                     found[prefix + name] = _Noted(value).as_it_was()
         return found
 
     @torch.no_grad()
     def give_back(self) -> None:
         """Make everything what it was."""
-        for _, owner, noted, registered in self._of:
-            for name in _attributes(owner).keys() - noted.keys():
-                del vars(owner)[name]
+        for _, owner, noted, registered, passed_over in self._of:
+            now = {name: value for name, value in vars(owner).items() if name not in passed_over}
+            for name in now.keys() - noted.keys():
+                if _is_number(now[name]):  # Others mark what was done once, as hooks that were put on the model.
+                    del vars(owner)[name]
             for name, value in noted.items():
                 before = value.give_back()
-                if name not in registered:
+                if name in registered:
+                    if getattr(owner, name) is not before:
+                        setattr(owner, name, before)
+                elif isinstance(before, _PLAIN) or _is_number(before) or _is_number(now.get(name)):
                     vars(owner)[name] = before
-                elif getattr(owner, name) is not before:
-                    setattr(owner, name, before)
 
 
-def _attributes(owner: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(owner).items() if name not in _OF_TORCH}
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a number, a tensor, or a container of these."""
+    if isinstance(value, _CONTAINERS):
+        return all(map(_is_number, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Tensor | int | float) and not isinstance(value, bool | nn.Parameter)
+
+
+def _is_view(value: Any) -> bool:
+    """Return whether a value is a tensor without memory of its own, as FSDP1's parameters, whose memory is freed."""
+    if not isinstance(value, Tensor) or value.is_meta:
+        return isinstance(value, Tensor)
+    part = value.to_local() if isinstance(value, DTensor) else value
+    return part.untyped_storage().nbytes() != part.nbytes
 
 
 @contextmanager

@@ -73,7 +73,7 @@ def compare(model: "LanguageModel", part: Batch, head: OutputHead | None) -> set
             return OwnPass(None, output.logits, router_loss(inner, output), _entries(output))
         try:
             output = run(model.own_inputs_of(part) | _labels(inner, part))
-        except (ValueError, IndexError, RuntimeError) as error:
+        except (ValueError, IndexError, RuntimeError, TypeError) as error:
             if isinstance(error, UserError | torch.OutOfMemoryError):
                 raise
             refused.append(error)
@@ -112,8 +112,8 @@ def _entries(output: Any) -> dict[str, Any]:
 def _labels(inner: nn.Module, batch: Batch) -> dict[str, Any]:
     """Return the arguments that make a model compute its own loss of a batch, if its forward takes labels."""
     parameters = inspect.signature(inner.forward).parameters
-    if "labels" not in parameters:
-        return {}
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if "labels" not in parameters and not takes_all:
+        return {}
     taken = [name for name in ("labels", *SHIFTED_OR_COUNTED) if takes_all or name in parameters]
     return {name: batch[name] for name in taken if batch.get(name) is not None}

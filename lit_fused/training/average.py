@@ -6,7 +6,8 @@ that of the summed loss over :data:`LOSS_DIVISOR`. After the last backward of an
 multiplied by the one factor that turns these sums into the mean over all valid tokens of the step. The all-reduce that
 counts the tokens also sums loss and statistics, so the logged values are exact as well.
 
-A batch counts once its backward begins, so one that ``training_step`` drops by returning None does not. An auxiliary
+A batch counts once its backward begins, so one that ``training_step`` drops by returning None does not; nor does one
+whose gradients ``zero_grad()`` has dropped before the next backward, with manual optimization. An auxiliary
 loss (a router's) is averaged over micro-batches and ranks with their tokens as weights.
 """
 
@@ -16,7 +17,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
 
 from lit_fused.losses.loss import LossOutput, at_least_float32
 from lit_fused.metrics import metrics_from_sums, sums_of
@@ -28,6 +30,23 @@ LOSS_DIVISOR = 4096.0
 
 # These operations leave a loss and its gradient as they are: DDP's sink for unused parameters, and copies.
 _NEUTRAL = ("_DDPSinkBackward", "CloneBackward0", "AliasBackward0")
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else local(gradient)
+
+
+def warn_of_hooks(model: nn.Module) -> None:
+    """Warn once of hooks on parameters: in each backward they see a sum over tokens, not the gradient of the mean."""
+    for name, parameter in model.named_parameters():
+        hooks = {**(parameter._backward_hooks or {}), **(parameter._post_accumulate_grad_hooks or {})}
+        if any(not getattr(hook, "__module__", "").startswith("lit_fused.") for hook in hooks.values()):
+            rank_zero_warn(
+                f"a hook of {name} sees sums over the tokens of a micro-batch, times a constant, and not the gradient "
+                "of the step's mean: to mask or scale is exact, to clip, to log or to step is not; do this in "
+                "on_before_optimizer_step (with manual optimization: after self.average_gradients())"
+            )
+            return
 
 
 class _MeanOfSum(torch.autograd.Function):
@@ -82,6 +101,11 @@ class TokenAverage:
         self._node = None  # It would keep the graph's memory.
         for name, value in sums.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+    def forget_dropped(self, gradients: Iterable[Tensor]) -> None:
+        """Forget the micro-batches of this step if their gradients are gone, or zero. Waits for the device if not."""
+        if self.sums and not any(_values(gradient).any() for gradient in gradients):
+            self.sums = {}
 
     @property
     def is_pending(self) -> bool:

@@ -45,7 +45,7 @@ from lit_fused.parallel import (
     gradients_of,
     warn_of_repeated_rows,
 )
-from lit_fused.training.average import LOSS_DIVISOR, TokenAverage
+from lit_fused.training.average import LOSS_DIVISOR, TokenAverage, warn_of_hooks
 from lit_fused.training.optimizers import (
     build_optimizer,
     can_fuse,
@@ -168,6 +168,7 @@ class FusedLMModule(TrainedModel):
         if resume_epoch := self._of_data("resume_epoch"):
             resume_epoch()
         warn_of_repeated_rows(self.trainer.train_dataloader, "training")
+        warn_of_hooks(self.model)
         self._started = True
 
     # The training step.
@@ -218,6 +219,8 @@ class FusedLMModule(TrainedModel):
                 "(with manual optimization: give it to manual_backward), because gradients are averaged over the "
                 "tokens of the whole step; to change the loss itself, override compute_loss(batch)"
             )
+        if not self.automatic_optimization:
+            self.average.forget_dropped(gradients_of(self.trainer.optimizers))
         with MemoryExplained(self):
             super().backward(loss, *args, **kwargs)
         if self.automatic_optimization and self._ends_step:

@@ -171,6 +171,10 @@ def keeps_its_entropy(model: Any, output: Any, labels: Any, of_loss: Any) -> Non
     model.state = entropy_of(output.logits).item()
 
 
+def keeps_its_logits(model: Any, output: Any, labels: Any, of_loss: Any) -> None:
+    model.last_logits = output.logits[:, -1]
+
+
 def lists_its_entropy(model: Any, output: Any, labels: Any, of_loss: Any) -> None:
     model.state["entropy"] = [entropy_of(output.logits).item()]
 
@@ -201,6 +205,7 @@ KINDS: list[tuple[Change, Any, str]] = [  # the change, the state it begins with
     (averages_its_predictions, torch.zeros(()), STATE),
     (keeps_its_entropy, 0.0, STATE),
     (lists_its_entropy, {}, STATE),
+    (keeps_its_logits, None, STATE),
 ]
 
 
@@ -232,6 +237,20 @@ def test_a_model_that_reads_other_inputs_with_labels_is_refused():
     for check in (prepared(tiny_llama(MasksInputs).train()).spot_check, lambda b: fuse(tiny_llama(MasksInputs))(**b)):
         with pytest.raises(UserError, match="is something else if it gets labels"):
             check(tiny_batch())
+
+
+class Doubles(LlamaForCausalLM):
+    """Names none of its arguments."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output: Any = super().forward(*args, **kwargs)
+        output["loss"] = None if output.loss is None else 2 * output.loss
+        return output
+
+
+def test_a_forward_that_names_no_arguments_is_asked_for_its_own_loss_as_well():
+    with pytest.raises(UserError, match="own loss of Doubles"):
+        prepared(tiny_llama(Doubles)).spot_check(tiny_batch())
 
 
 # Changes that begin later.

@@ -199,7 +199,7 @@ def test_labels_and_others_may_be_positional_and_the_answer_a_tuple(model):
         found[1].argmax(-1)
     torch.testing.assert_close(found[0], own[0])
     answer = model(**BATCH, output_hidden_states=True)
-    assert list(answer) == ["loss", "hidden_states"]
+    assert list(answer) == ["loss", "logits", "hidden_states"]
 
 
 @pytest.mark.parametrize("rows", [1, 2])

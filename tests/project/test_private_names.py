@@ -36,6 +36,8 @@ LISTED = {
     "_python_dispatch": "where torch documents TorchDispatchMode",
     "_subclasses": "FakeTensor: tensors without bytes",
     # parallel, pipeline and training
+    "_backward_hooks": "whether a project has hooks on parameters, which see sums over tokens",
+    "_post_accumulate_grad_hooks": "the same",
     "_data_fetcher": "the iterator of training batches, which a resumed run makes anew after its random numbers",
     "_foreach_mul_": "one launch for all gradients",
     "_init_group": "between it and Adam's update, parameters become the parts that a rank has; no hook is there",

@@ -7,9 +7,8 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from errors_of import relative_error
+from errors_of import ROUNDING, relative_error
 from head_cases import grad_of
-from large_batch import ROUNDING
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 from torch import Tensor, nn
@@ -169,6 +168,49 @@ def test_manual_optimization_is_exact_with_one_call(tmp_path):
     _, losses, weights = trained([batches[:2], batches[2:]], clip=0.5)
     assert error_of_weights(manual, weights) < ROUNDING
     assert trainer.callback_metrics["train/loss"].item() == pytest.approx(losses[-1], rel=1e-6)
+
+
+def drop_by_optimizer(module: Any, set_to_none: bool) -> None:
+    module.optimizers().zero_grad(set_to_none=set_to_none)
+
+
+def drop_by_module(module: Any, set_to_none: bool) -> None:
+    module.zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("drop", [drop_by_optimizer, drop_by_module])
+@pytest.mark.parametrize("moment", ["after backward", "before the next backward"])
+def test_a_batch_whose_gradients_were_dropped_does_not_count(drop, set_to_none, moment, tmp_path):
+    class Dropping(Manual):
+        def training_step(self, batch, batch_idx) -> Any:
+            loss = super(Manual, self).training_step(batch, batch_idx)
+            if batch_idx == 1 and moment == "before the next backward":
+                drop(self, set_to_none)
+            self.manual_backward(loss)
+            if batch_idx == 0 and moment == "after backward":
+                drop(self, set_to_none)
+            if batch_idx == 2:
+                self.average_gradients()
+                self.clip_gradients(self.optimizers(), gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+                self.optimizers().step()  # type: ignore[union-attr]
+
+    batches, dropping = ragged_batches(3), module(Dropping)
+    trainer = quiet_trainer(tmp_path, max_epochs=1, precision="64-true")
+    trainer.fit(dropping, loader(batches))
+    _, losses, weights = trained([batches[1:]], clip=0.5)
+    assert error_of_weights(dropping, weights) < ROUNDING
+    assert trainer.callback_metrics["train/loss"].item() == pytest.approx(losses[-1], rel=1e-6)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_that_see_sums_get_one_warning(register, tmp_path):
+    hooked = module()
+    for parameter in hooked.parameters():
+        getattr(parameter, register)(lambda _: None)
+    with pytest.warns(UserWarning, match="sees sums over the tokens of a micro-batch") as found:
+        quiet_trainer(tmp_path, max_steps=1, precision="64-true").fit(hooked, loader(ragged_batches(1)))
+    assert len([each for each in found if "sees sums" in str(each.message)]) == 1
 
 
 class NeverCalls(Manual):
