@@ -78,9 +78,14 @@ def by_name(rows: list[dict[str, Any]], name: str = "provider") -> dict[str, dic
     return {row[name]: row for row in rows}
 
 
+def again_cells(ms: float, mib: float, of_hidden: float, of_weight: float) -> list[str]:
+    return [f"{ms:.2f}", f"{mib:,.0f}", f"{of_hidden:.2e}, {of_weight:.2e}"]
+
+
 def head() -> str:
     """Return the page of the loss alone, forward and backward, on a GPU."""
     runs, trained, other = stored("head"), stored("trained_head"), stored("other_paths")
+    again = stored("head_again")
     catalogues, scale = stored("catalogues"), stored("items_scale")
     shapes = {name: by_name(rows) for name, rows in (runs["shapes"] | catalogues["shapes"]).items()}
     shown = {key: name for key, name in HEADS.items() if key != "filtered"}
@@ -106,6 +111,16 @@ def head() -> str:
         table(["N, D, V", *shown.values()], [[SHAPES[n], *(cost(r.get(k)) for k in shown)] for n, r in shapes.items()]),
         "*floor*: the three matrix products alone, by cuBLAS. *half*, *lean*: `loss.logits_budget_mib` that fills half "
         "of torch.compile's memory, or 512 MiB beside the weight's gradient.\n",
+        "## The version before beside this one\n",
+        f"`{again['command']}`: {again['machine']}, {again['versions']}; {again['before']}, whose operator had two "
+        "halves and a kernel that kept the first chunk in dW's memory, then this version.\n",
+        table(
+            ["N, D, V", "", "ms", "MiB", "errors of dh, dW", "ms", "MiB", "errors of dh, dW"],
+            [
+                [shape, name, *(cell for ms, mib, dh, dw in (of[:4], of[4:]) for cell in again_cells(ms, mib, dh, dw))]
+                for shape, name, *of in again["rows"]
+            ],
+        ),
         "## Errors of the gradients (dh, dW) against float64\n",
         "A Llama of 115M parameters (D=768, V=65536) after 906 steps on Python sources, before them, and with one row "
         "times 20. Rounding an exact gradient to bfloat16 costs 1.7e-3.\n",

@@ -106,7 +106,7 @@ class FilteredHopper(HopperPath):
         if found.hidden_ND is not None:
             of_rows, of_alone = found.hidden_ND[:tokens], found.hidden_ND[tokens:]
             of_alone = torch.where(exact_A[:, None], of_alone, of_rows[alone_A])
-            found.hidden_ND = of_rows.index_copy_(0, alone_A, of_alone)
+            found = found._replace(hidden_ND=of_rows.index_copy_(0, alone_A, of_alone))
         return found
 
     def _backward_of_groups(

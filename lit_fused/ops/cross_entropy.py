@@ -244,7 +244,7 @@ def _backward(
     with torch.autocast(hidden_states.device.type, enabled=False):
         found = rows.path.backward(rows.inputs, KnownRows(rows.of(lse), rows.of(nll), factor_N), saved, call)
     if not acts_first:
-        found = Gradients(*call.in_places(_scaled([x for x in found.each() if x is not None], factor)))
+        found = Gradients(*call.in_places(_scaled([x for x in found if x is not None], factor)))
     return rows.wanted(found, hidden_states, (hidden_states.dtype, weight.dtype, None if bias is None else bias.dtype))
 
 

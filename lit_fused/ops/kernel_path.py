@@ -198,16 +198,12 @@ class KnownRows(NamedTuple):
         return KnownRows(self.lse_N[rows], self.nll_N[rows], None if self.factor_N is None else self.factor_N[rows])
 
 
-@dataclass
-class Gradients:
+class Gradients(NamedTuple):
     """Gradients of the summed loss with respect to hidden states (N, D), weight (V, D) and bias (V,), where wanted."""
 
     hidden_ND: Tensor | None
     weight_VD: Tensor | None
     bias_V: Tensor | None
-
-    def each(self) -> tuple[Tensor | None, ...]:
-        return self.hidden_ND, self.weight_VD, self.bias_V
 
 
 class ForwardResult(NamedTuple):
@@ -297,7 +293,7 @@ class Rows:
         self, gradients: "Gradients", hidden_states: Tensor, dtypes: Sequence[torch.dtype | None]
     ) -> list[Tensor]:
         """Return the gradients that are wanted in these dtypes, that of the hidden states in their shape."""
-        hidden_ND, weight_VD, bias_V, found = gradients.hidden_ND, gradients.weight_VD, gradients.bias_V, []
+        (hidden_ND, weight_VD, bias_V), found = gradients, []
         if hidden_ND is not None:
             found.append(self.placed(hidden_ND).view_as(hidden_states).to(dtypes[0]))
         if weight_VD is not None:
@@ -306,13 +302,10 @@ class Rows:
             found.append(bias_V.to(dtypes[2]))
         return found
 
-    def taken(self, rows: Tensor) -> Tensor:
-        """Return those of N rows that are not left out."""
-        return rows if self._taken_N is None else rows.index_select(0, self._taken_N)
-
     def of(self, numbers: Tensor) -> Tensor:
-        """Return numbers of each target, or K of them, as those of the rows."""
-        return self.taken(numbers.reshape(len(self.valid_N), *numbers.shape[len(self.shape) :]))
+        """Return numbers of each target, or K of them, as those of the rows that are not left out."""
+        rows = numbers.reshape(len(self.valid_N), *numbers.shape[len(self.shape) :])
+        return rows if self._taken_N is None else rows.index_select(0, self._taken_N)
 
     def placed(self, rows: Tensor, otherwise: int = 0) -> Tensor:
         """Return results in the shape of the targets, and of what a row has; ``otherwise`` where one was left out."""
