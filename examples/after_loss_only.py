@@ -49,6 +49,7 @@ class Pretrainer(L.LightningModule):
 
 
 def main() -> None:
+    print("an ordinary module with our loss: ten steps on the CPU", flush=True)
     L.seed_everything(0)
     fit(Pretrainer(build_model()))
 

@@ -34,6 +34,7 @@ class Pretrainer(FusedCausalLMModule):
 
 
 def main() -> None:
+    print("our module in the same project: ten steps on the CPU", flush=True)
     L.seed_everything(0)
     fit(Pretrainer(build_model()))
 

@@ -44,6 +44,7 @@ class Pretrainer(L.LightningModule):
 
 
 def main() -> None:
+    print("an ordinary module with its own loss: ten steps on the CPU", flush=True)
     L.seed_everything(0)
     fit(Pretrainer(build_model()))
 

@@ -72,6 +72,7 @@ def validation_loss(module: FusedCausalLMModule, batches: Any, steps: int) -> fl
 
 
 def main() -> None:
+    print("validation losses in nats", flush=True)
     L.seed_everything(0)
     many, few = rows(4096, 1), rows(96, 2)
     optimizer: dict[str, Any] = {"optimizer": partial(AdamW, lr=1e-2, weight_decay=0.0)}

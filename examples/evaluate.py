@@ -14,6 +14,7 @@ from lit_fused import FusedCausalLMModule
 
 
 def main() -> None:
+    print("a random model of 32,000 entries, on texts of Python's standard library", flush=True)
     L.seed_everything(0)
     module = FusedCausalLMModule(build_model())  # or AutoModelForCausalLM.from_pretrained(FOLDER)
     loader = build_loaders()[1]

@@ -67,6 +67,7 @@ def answer(module: FusedCausalLMModule, tokenizer: Any, question: str) -> str:
 
 
 def main() -> None:
+    print("a few conversations, of which the answers alone are trained", flush=True)
     L.seed_everything(0)
     with tempfile.TemporaryDirectory() as folder:
         write_chats(Path(folder, "chats.jsonl"))

@@ -30,6 +30,7 @@ def is_converted(layer: nn.Module, name: str) -> bool:
 
 
 def main() -> None:
+    print("layers whose products are in float8: ten steps", flush=True)
     L.seed_everything(0)
     model = build_model()  # stands in for AutoModelForCausalLM.from_pretrained(...)
     config = Float8LinearConfig(pad_inner_dim=True, emulate=not HAS_FLOAT8)  # pad: for any number of tokens

@@ -11,7 +11,6 @@ from functools import partial
 
 import lightning as L
 import torch
-from liger_kernel.transformers import apply_liger_kernel_to_llama  # one for each architecture that Liger knows
 from project import build_model, fit
 from torch.optim import AdamW
 
@@ -19,9 +18,12 @@ from lit_fused import FusedCausalLMModule
 
 
 def main() -> None:
+    print("layers of Liger beside our loss: ten steps", flush=True)
     L.seed_everything(0)
     model = build_model()  # stands in for AutoModelForCausalLM.from_pretrained(...)
     if torch.cuda.is_available():
+        from liger_kernel.transformers import apply_liger_kernel_to_llama  # one for each architecture that Liger knows
+
         apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=False, model=model)
         print("Layers in Liger's kernels")
     else:

@@ -20,6 +20,7 @@ set_parsing_settings(subclasses_enabled=[Encoding])  # jsonargparse takes no sub
 
 
 def main(arguments: list[str] | None = None) -> None:
+    print("a model from a YAML file, trained on these examples", flush=True)
     here = Path(__file__)
     default = ["fit", "--config", str(here.with_suffix(".yaml")), f"--data.source={here.parent}"]
     cli = LightningCLI(FusedCausalLMModule, TokenDataModule, args=arguments or default, save_config_callback=None)

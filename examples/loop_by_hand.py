@@ -13,6 +13,7 @@ import lit_fused
 
 
 def main() -> None:
+    print("a loop by hand: seven steps of two micro-batches", flush=True)
     torch.manual_seed(0)
     model = lit_fused.fuse(build_model(2000))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

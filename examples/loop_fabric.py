@@ -15,6 +15,7 @@ import lit_fused
 
 
 def main() -> None:
+    print("Lightning Fabric: twelve steps in bf16-mixed", flush=True)
     fabric = L.Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
     fabric.seed_everything(0)
     model = lit_fused.fuse(build_model(2000))

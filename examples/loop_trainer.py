@@ -8,17 +8,18 @@ tokens of the two micro-batches of a step, and evaluates without logits as well.
 
 import tempfile
 
+import transformers
 from project import Documents, build_model, collate
-from transformers import Trainer, TrainingArguments, set_seed
 
 import lit_fused
 
 
 def main() -> None:
-    set_seed(0)
+    print("transformers' Trainer: seven steps of two micro-batches", flush=True)
+    transformers.set_seed(0)
     model = lit_fused.fuse(build_model(2000))
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
+        arguments = transformers.TrainingArguments(
             folder,
             max_steps=7,
             per_device_train_batch_size=4,
@@ -31,7 +32,7 @@ def main() -> None:
             disable_tqdm=True,
         )
         train, val = Documents(2000, first=0, count=100), Documents(2000, first=1000, count=8)
-        trainer = Trainer(model, arguments, collate, train_dataset=train, eval_dataset=val)
+        trainer = transformers.Trainer(model, arguments, collate, train_dataset=train, eval_dataset=val)
         trainer.train()
         print(f"train/loss {trainer.state.log_history[-1]['train_loss']:.4f}")
         print(f"val/loss {trainer.evaluate()['eval_loss']:.4f}")

@@ -15,13 +15,15 @@ from datasets import Dataset
 from project import build_model
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast, set_seed
-from trl.trainer.sft_config import SFTConfig
-from trl.trainer.sft_trainer import SFTTrainer
 
 import lit_fused
 
 
 def main() -> None:
+    print("TRL's SFTTrainer: ten steps", flush=True)
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
+
     set_seed(0)
     texts = [file.read_text()[:4000] for file in sorted(Path(asyncio.__file__).parent.glob("*.py"))]
     bpe = ByteLevelBPETokenizer()

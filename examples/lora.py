@@ -13,7 +13,6 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from project import build_loaders, build_model, fit
 from torch.optim import AdamW
 
@@ -21,6 +20,9 @@ from lit_fused import FusedCausalLMModule
 
 
 def main() -> None:
+    print("adapters, one of them on the output layer: twenty steps", flush=True)
+    from peft import LoraConfig, PeftModel, get_peft_model
+
     L.seed_everything(0)
     base = build_model()  # stands in for AutoModelForCausalLM.from_pretrained(...)
     weights = {name: value.clone() for name, value in base.state_dict().items()}

@@ -46,6 +46,7 @@ def build_model() -> EuroBertForMaskedLM:
 
 
 def main() -> None:
+    print("lines about animals, whose words are masked and learned in 600 steps", flush=True)
     L.seed_everything(0)
     with tempfile.TemporaryDirectory() as folder:
         write_lines(Path(folder, "lines.jsonl"))

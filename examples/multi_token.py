@@ -85,6 +85,7 @@ class MultiToken(L.LightningModule):
 
 
 def main() -> None:
+    print("heads for the next tokens, trained in four epochs", flush=True)
     L.seed_everything(0)
     module = MultiToken(build_model())
     quiet: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}

@@ -8,11 +8,11 @@ from functools import partial
 import lightning as L
 import torch
 import torch.nn.functional as F
+import transformers
 from project import MAX_LENGTH, VOCAB_SIZE, collate, fit
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import AdamW
-from transformers import get_cosine_schedule_with_warmup
 
 from lit_fused import FusedSeq2SeqLMModule
 
@@ -64,9 +64,10 @@ def collate_reversed(documents: list[Tensor]) -> dict[str, Tensor]:
 
 
 def main() -> None:
+    print("an encoder-decoder around nn.Transformer: ten steps", flush=True)
     L.seed_everything(0)
     optimizer = partial(AdamW, lr=1e-2, weight_decay=0.1)
-    scheduler = partial(get_cosine_schedule_with_warmup, num_warmup_steps=2)
+    scheduler = partial(transformers.get_cosine_schedule_with_warmup, num_warmup_steps=2)
     fit(FusedSeq2SeqLMModule(EncoderDecoder(), optimizer=optimizer, scheduler=scheduler), collate=collate_reversed)
 
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import lightning as L
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import LlamaConfig, get_constant_schedule
+from transformers import LlamaConfig
 
 from lit_fused import FusedCausalLMModule, FusedPolicyModule, PolicyLoss, from_config
 from lit_fused.data import RolloutDataModule
@@ -87,11 +88,12 @@ def warm_up(model: nn.Module, trainer: Any) -> None:
         {"input_ids": i, "labels": o} for i, o in zip(ids.split(40), labels.split(40), strict=True)
     ]
     optimizer = partial(torch.optim.AdamW, lr=2e-3)
-    module = FusedCausalLMModule(model, None, optimizer, get_constant_schedule)
+    module = FusedCausalLMModule(model, None, optimizer, transformers.get_constant_schedule)
     trainer(max_epochs=2).fit(module, torch.utils.data.DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
 
 
 def main() -> None:
+    print("a model that sees a few sums, and then tries by itself", flush=True)
     quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = partial(L.Trainer, enable_model_summary=False, **quiet)
     config = LlamaConfig(
@@ -105,7 +107,7 @@ def main() -> None:
         file = Path(folder, "rollouts.jsonl")
         write_rollouts(model, file, seed=0)
         optimizer = partial(torch.optim.AdamW, lr=5e-4, weight_decay=0.0)
-        module = FusedPolicyModule(model, PolicyLoss("grpo"), optimizer, get_constant_schedule)
+        module = FusedPolicyModule(model, PolicyLoss("grpo"), optimizer, transformers.get_constant_schedule)
         data = OwnRollouts(file, batch_size=PROMPTS * ATTEMPTS, vocab_size=13)
         rounds = trainer(
             max_epochs=ROUNDS, reload_dataloaders_every_n_epochs=1, gradient_clip_val=1.0, limit_val_batches=0

@@ -21,6 +21,7 @@ from lit_fused.data import TextEncoding, TokenDataModule
 
 
 def main() -> None:
+    print("a tokenizer and a model, trained on the sources of asyncio in 120 steps", flush=True)
     L.seed_everything(0)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(asyncio.__file__).parent

@@ -35,6 +35,7 @@ def write_interactions(path: Path) -> None:
 
 
 def main() -> None:
+    print("users who go on by one to three items, learned in 40 epochs", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "interactions.parquet")
         write_interactions(path)

@@ -78,6 +78,7 @@ def right(module: FusedCausalLMModule, batch: dict[str, Tensor]) -> str:
 
 
 def main() -> None:
+    print("pictures with a coloured square, learned in three epochs", flush=True)
     L.seed_everything(0)
     module = FusedCausalLMModule(build_model(), optimizer=partial(AdamW, lr=1e-3))
     new = pictures(100, 2)

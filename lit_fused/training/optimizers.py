@@ -7,17 +7,12 @@ from functools import partial
 from typing import Any, Literal
 
 import lightning as L
+import transformers  # loads its schedules, and with them PEFT and bitsandbytes, when the first one is made
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adafactor, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from transformers import (
-    get_constant_schedule_with_warmup,
-    get_cosine_schedule_with_warmup,
-    get_linear_schedule_with_warmup,
-    get_wsd_schedule,
-)
 
 from lit_fused.errors import UserError, check_number
 from lit_fused.models.language_model import LanguageModel
@@ -32,17 +27,21 @@ def _share(fraction: float, num_training_steps: int, name: str = "warmup_fractio
 
 def cosine_with_warmup(optimizer: Optimizer, num_training_steps: int, warmup_fraction: float = 0.05) -> LRScheduler:
     """Return transformers' linear warm-up over a fraction of the steps, then cosine decay to zero."""
-    return get_cosine_schedule_with_warmup(optimizer, _share(warmup_fraction, num_training_steps), num_training_steps)
+    return transformers.get_cosine_schedule_with_warmup(
+        optimizer, _share(warmup_fraction, num_training_steps), num_training_steps
+    )
 
 
 def linear_with_warmup(optimizer: Optimizer, num_training_steps: int, warmup_fraction: float = 0.05) -> LRScheduler:
     """Return transformers' linear warm-up over a fraction of the steps, then linear decay to zero."""
-    return get_linear_schedule_with_warmup(optimizer, _share(warmup_fraction, num_training_steps), num_training_steps)
+    return transformers.get_linear_schedule_with_warmup(
+        optimizer, _share(warmup_fraction, num_training_steps), num_training_steps
+    )
 
 
 def constant_with_warmup(optimizer: Optimizer, num_training_steps: int, warmup_fraction: float = 0.05) -> LRScheduler:
     """Return transformers' linear warm-up over a fraction of the steps, then a constant rate."""
-    return get_constant_schedule_with_warmup(optimizer, _share(warmup_fraction, num_training_steps))
+    return transformers.get_constant_schedule_with_warmup(optimizer, _share(warmup_fraction, num_training_steps))
 
 
 def warmup_stable_decay(
@@ -66,7 +65,9 @@ def warmup_stable_decay(
             "choose a smaller scheduler.warmup_fraction or scheduler.decay_fraction"
         )
     options: Any = {"decay_type": decay_type, "min_lr_ratio": min_lr_ratio}
-    return get_wsd_schedule(optimizer, warmup, min(decay, num_training_steps - warmup), num_training_steps, **options)
+    return transformers.get_wsd_schedule(
+        optimizer, warmup, min(decay, num_training_steps - warmup), num_training_steps, **options
+    )
 
 
 def hidden_matrices(model: LanguageModel) -> list[nn.Parameter]:

@@ -4,14 +4,12 @@ import json
 import math
 import random
 import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import ROOT, environment, train
+from commands import ROOT, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -38,13 +36,11 @@ def metrics_of(folder: Path, *overrides: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the pairs of examples/preferences.py, and the same answers one by one."""
+    """Return a folder with pairs that a few steps learn, by how their answers end, and the same answers one by one."""
     folder = tmp_path_factory.mktemp("objectives")
-    example = [sys.executable, str(ROOT / "examples" / "preferences.py")]
-    said = subprocess.run(example, cwd=folder, env=environment(folder), text=True, check=True, capture_output=True)
-    [margin] = re.findall(r"margin of the rewards ([\d.]+)", said.stdout)
-    assert float(margin) > 0.3  # The example has learned something.
-    pairs = [json.loads(line) for line in (folder / "preferences" / "pairs.jsonl").read_text().splitlines()]
+    pairs = [{"prompt": f"{n} plus {n} is", "chosen": f" {n}.", "rejected": f" {n + 1}, I think."} for n in range(200)]
+    (folder / "preferences").mkdir()
+    (folder / "preferences" / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     single = [
         {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
         for pair in pairs

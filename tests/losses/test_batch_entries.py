@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from errors_of import relative_error
-from large_batch import ROUNDING
+from errors_of import ROUNDING, relative_error
 from lightning_helpers import loader, quiet_trainer
 from preference_cases import batches_of
 from strategy_cases import TRAINED, assert_as_in_one_process, rollouts, stored_scores

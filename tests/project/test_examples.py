@@ -1,13 +1,18 @@
 """The examples run as scripts, and a project trains on as before once its module, or only its loss, is ours."""
 
 import importlib
+import json
 import math
 import os
 import re
+import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from functools import cache
+from io import StringIO
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -148,6 +153,43 @@ def test_masked_words_are_learned_and_filled_in_by_the_exported_model(printed: C
     before, after = numbers(r"val/accuracy ([\d.]+) before training, ([\d.]+) after", output)
     assert before < 0.3 < 0.5 < after
     assert all(f"the {animal} said {sound}" in output for animal, sound in [("cow", "moo"), ("dog", "woof")])
+
+
+@pytest.mark.slow
+def test_preferences_are_learned_of_sums_that_no_training_pair_has_and_no_answer_alone_tells(tmp_path, monkeypatch):
+    script = example("preferences")
+    monkeypatch.setattr(sys, "argv", ["preferences.py", str(tmp_path)])
+    with redirect_stdout(StringIO()) as output:
+        script.main()
+    assert measured(output.getvalue()) == measured((PRINTED / "preferences.txt").read_text())
+    trained, unseen = (
+        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("pairs", "validation")
+    )
+    assert not {pair["prompt"] for pair in trained} & {pair["prompt"] for pair in unseen}
+    chosen, rejected = (Counter(pair[side] for pair in trained) for side in ("chosen", "rejected"))
+    by_answer = [
+        chosen[pair["chosen"]] * rejected[pair["rejected"]] - chosen[pair["rejected"]] * rejected[pair["chosen"]]
+        for pair in unseen
+    ]
+    assert sum(score > 0 for score in by_answer) <= len(unseen) / 2  # what the answers' frequencies alone would tell
+    assert int(re.findall(r"right in (\d+)%", output.getvalue())[0]) >= 70
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(path.stem for path in PRINTED.iterdir()))
+def test_an_example_prints_its_own_first_line_before_any_other_library_says_something(name, tmp_path):
+    if name == "float8":
+        pytest.importorskip("torchao")
+    env = os.environ | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+    script = [sys.executable, str(EXAMPLES / f"{name}.py")]
+    with subprocess.Popen(
+        script, cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as run:
+        assert run.stdout is not None
+        first = run.stdout.readline()
+        run.kill()
+    assert first == (PRINTED / f"{name}.txt").read_text().splitlines(keepends=True)[0]
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from errors_of import relative_error
-from large_batch import ROUNDING, one_large_batch_training
+from errors_of import ROUNDING, relative_error
+from head_cases import grad_of
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning_helpers import VOCABULARY, loader, quiet_trainer, ragged_batches, tiny_llama
 from torch import Tensor, nn
@@ -59,6 +59,24 @@ def fit(module: L.LightningModule, batches: list[dict[str, Tensor]], folder: Pat
     trainer = quiet_trainer(folder, max_epochs=1, precision="64-true", **options)
     trainer.fit(module, loader(batches))
     return trainer
+
+
+def one_large_batch_training(model: nn.Module, windows: list[list[dict[str, Tensor]]], clip: float | None = None):
+    """The truth: for every window one batch, mean over its valid tokens, AdamW."""
+    optimizer = torch.optim.AdamW(weight_decay_groups(model), lr=1e-2, weight_decay=0.1)
+    gradients, losses = [], []
+    for window in windows:
+        ids, labels = (torch.cat([b[name] for b in window]) for name in ("input_ids", "labels"))
+        logits = model(input_ids=ids, use_cache=False).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        gradients.append({n: grad_of(p).clone() for n, p in model.named_parameters()})
+        losses.append(loss.item())
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return gradients, losses
 
 
 @pytest.mark.parametrize("name", LOSSES)

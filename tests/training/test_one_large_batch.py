@@ -12,7 +12,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from errors_of import relative_error
+from errors_of import ROUNDING, relative_error
 from frozen_cases import other_model
 from head_cases import grad_of
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
@@ -43,7 +43,6 @@ from lit_fused import (
     SASRec,
 )
 
-ROUNDING = 8 * torch.finfo(torch.float32).eps  # Norms and rotary embeddings compute in float32 in a float64 model too.
 OPTIMIZER: tuple[Any, ...] = (partial(torch.optim.SGD, lr=0.05), get_constant_schedule)
 Batch = dict[str, Tensor]
 Case = tuple[Any, list[Batch]]

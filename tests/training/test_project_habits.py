@@ -150,18 +150,13 @@ def test_a_hook_that_forgets_the_one_it_overrides_is_refused(method, tmp_path):
 ROWS: Any = [{name: value[0] for name, value in batch.items()} for batch in ragged_batches(8)]
 
 
-def test_a_fit_announces_rows_that_ranks_repeat_in_validation(tmp_path):
+def test_a_fit_announces_rows_that_ranks_repeat(tmp_path):
     repeating = DataLoader(ROWS[:5], sampler=DistributedSampler(ROWS[:5], 2, 0))
+    module, trainer = FusedCausalLMModule(tiny_llama()), quiet_trainer(tmp_path, max_epochs=1)
     with pytest.warns(UserWarning, match="1 of 5 validation rows count twice in val/loss"):
-        quiet_trainer(tmp_path, max_epochs=1).fit(
-            FusedCausalLMModule(tiny_llama()), loader(BATCHES), [loader(BATCHES), repeating]
-        )
-
-
-def test_a_fit_announces_rows_that_ranks_repeat_in_training(tmp_path):
-    repeating = DataLoader(ROWS[:5], sampler=DistributedSampler(ROWS[:5], 2, 0))
+        trainer.fit(module, loader(BATCHES), [loader(BATCHES), repeating])
     with pytest.warns(UserWarning, match="1 of 5 training rows count twice in every epoch"):
-        quiet_trainer(tmp_path, max_epochs=1).fit(FusedCausalLMModule(tiny_llama()), repeating)
+        quiet_trainer(tmp_path, max_epochs=1).fit(module, repeating)
 
 
 @pytest.mark.filterwarnings("error:.*count twice")

@@ -7,9 +7,8 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from errors_of import relative_error
+from errors_of import ROUNDING, relative_error
 from head_cases import grad_of
-from large_batch import ROUNDING
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 from torch import Tensor, nn
