@@ -35,6 +35,7 @@ KINDS = {
     "state": "batch norm's counts, spectral norm's iterations, counters and random numbers after some steps",
     "batches": "labels, masks, weights and packed rows of unusual forms",
     "loops": "accumulation, clipping, manual steps and changed losses in Lightning",
+    "objectives": "preferences, distillation, masked tokens, encoder-decoders and recommenders, two batches a step",
     "evaluation": "validation without labels, of ragged batches, with a smoothed loss",
     "the operator": "`linear_cross_entropy` and `token_scores`, against float64",
 }
@@ -80,11 +81,12 @@ def all_cases() -> list[Case]:
     from audit_batches import CASES as BATCHES
     from audit_loops import CASES as LOOPS
     from audit_models import CASES as MODELS
+    from audit_objectives import CASES as OBJECTIVES
     from logits_changes import CASES as CHANGES
     from logits_changes import outcome
 
     changes = [Case("a head's formula", case.what, lambda case=case: outcome(case)) for case in CHANGES]
-    return [*changes, *MODELS, *BATCHES, *LOOPS]
+    return [*changes, *MODELS, *BATCHES, *LOOPS, *OBJECTIVES]
 
 
 def document(found: list[dict[str, str]]) -> str:

@@ -10,5 +10,5 @@ class SlowSteps(L.Callback):
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
-    def on_train_batch_start(self, *_: Any) -> None:
+    def on_train_batch_start(self, *_: Any, **__: Any) -> None:
         time.sleep(self.seconds)
