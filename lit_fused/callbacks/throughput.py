@@ -38,6 +38,7 @@ class TokenThroughput(L.Callback):
         self._model_flops: Any = None
         if isinstance(pl_module, FusedLMModule):
             self._model_flops = model_flops(pl_module.backbone)
+        self._learned: list[tuple[float, torch.Tensor]] = []  # seconds and interactions, at the ends of the same steps
 
     def state_dict(self) -> dict[str, Any]:
         return {"tokens": self._before["tokens"] + self.tokens, "seconds": self._before["seconds"] + self._seconds()}
@@ -50,7 +51,6 @@ class TokenThroughput(L.Callback):
         peak = peak_flops(trainer.strategy.root_device, str(trainer.precision)) if self._model_flops else None
         self._peak = peak and peak * trainer.world_size  # Tokens and operations are those of all ranks, too.
         self._step = trainer.global_step
-        self._learned: list[tuple[float, torch.Tensor]] = []  # seconds and interactions, at the ends of the same steps
         # Seconds, tokens and operations at the end of the first step and of the last ones.
         self._first: tuple[float, int, int] | None = None
         self._last: deque[tuple[float, int, int]] = deque(maxlen=self.window_size + 1)
