@@ -68,9 +68,11 @@ def check_inputs(
     if bias is not None and bias.shape != weight.shape[:1]:
         raise UserError(f"bias of shape {tuple(bias.shape)} does not fit {weight.shape[0]} vocabulary entries")
     # A product with a weight on the meta device would leave what was in memory before.
-    devices = [str(tensor.device) for tensor in (hidden_states, weight, targets, bias) if tensor is not None]
+    devices = hidden_states.device, weight.device, targets.device, weight.device if bias is None else bias.device
     if len({*devices}) > 1:
-        raise UserError(f"hidden states, weight, labels and bias must be on one device, got {', '.join(devices)}")
+        raise UserError(
+            "hidden states, weight, labels and bias must be on one device, got {}, {}, {}, {}".format(*devices)
+        )
     dtypes = {hidden_states.dtype, weight.dtype}
     is_cast = torch.is_autocast_enabled(hidden_states.device.type) and torch.float64 not in dtypes
     if not dtypes <= {*_DTYPES} or (len(dtypes) > 1 and not is_cast):

@@ -8,8 +8,9 @@ from chat_templates import CHATML_MARKED, make_tokenizer
 from datasets import Dataset
 from tiny_models import sharpen, tiny_model
 from torch import Tensor
-from trl import DistillationConfig, DistillationTrainer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
+from trl.trainer.distillation_config import DistillationConfig
+from trl.trainer.distillation_trainer import DistillationTrainer
 
 from lit_fused import DistillationLoss, FusedDistillationModule
 
@@ -25,7 +26,7 @@ def models() -> tuple[Any, Any, Any]:
     return tokenizer, student, teacher
 
 
-def assert_same(student: Any, teacher: Any, batch: dict[str, Tensor], theirs: Tensor, **options: Any) -> None:
+def assert_same(student: Any, teacher: Any, batch: dict[str, Tensor], theirs: Any, **options: Any) -> None:
     module = FusedDistillationModule(student, DistillationLoss(**options), teacher=teacher)
     ours = module.model(batch).loss
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
