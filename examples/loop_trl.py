@@ -14,7 +14,7 @@ import torch
 from datasets import Dataset
 from project import build_model
 from tokenizers import ByteLevelBPETokenizer
-from transformers import PreTrainedTokenizerFast, set_seed
+from transformers import PreTrainedTokenizerFast
 
 import lit_fused
 
@@ -24,7 +24,7 @@ def main() -> None:
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
 
-    set_seed(0)
+    torch.manual_seed(0)
     texts = [file.read_text()[:4000] for file in sorted(Path(asyncio.__file__).parent.glob("*.py"))]
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(texts, vocab_size=1000, special_tokens=["<end>", "<pad>"], show_progress=False)

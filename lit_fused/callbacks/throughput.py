@@ -1,6 +1,7 @@
 """Measure tokens per second and model FLOPs utilisation (MFU), over a rolling window and over all of training."""
 
 from collections import deque
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
@@ -29,6 +30,8 @@ class TokenThroughput(L.Callback):
     mean, tokens = 0.0, 0
     mean_mfu: float | None = None
     _began = 0.0  # seconds, of a clock that stands still during validations
+    # Seconds and interactions, at the ends of the same steps.
+    _learned: Sequence[tuple[float, torch.Tensor]] = ()
 
     def __init__(self, window_size: int = 5) -> None:
         self.window_size = window_size
@@ -50,7 +53,7 @@ class TokenThroughput(L.Callback):
         peak = peak_flops(trainer.strategy.root_device, str(trainer.precision)) if self._model_flops else None
         self._peak = peak and peak * trainer.world_size  # Tokens and operations are those of all ranks, too.
         self._step = trainer.global_step
-        self._learned: list[tuple[float, torch.Tensor]] = []  # seconds and interactions, at the ends of the same steps
+        self._learned = []
         # Seconds, tokens and operations at the end of the first step and of the last ones.
         self._first: tuple[float, int, int] | None = None
         self._last: deque[tuple[float, int, int]] = deque(maxlen=self.window_size + 1)
