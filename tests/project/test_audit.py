@@ -26,7 +26,5 @@ def test_the_page_counts_all_cases_and_is_made_of_what_is_stored() -> None:
     assert [(case.kind, case.what) for case in CASES] == [(row["kind"], row["what"]) for row in rows]
     assert audit.DOCUMENT.read_text() == audit.document(rows)
     exact, refused = (sum(row["outcome"] == name for row in rows) for name in ("exact", "refused"))
-    said = (
-        f"of {len(rows)} unusual models, batches and loops has {exact} exact, {refused} refused and none that is silent"
-    )
+    said = f"Of [{len(rows)} unusual cases](docs/evidence/audit.md) {exact} are exact, {refused} refused, none silent."
     assert said in (audit.FOLDER.parents[1] / "README.md").read_text()
