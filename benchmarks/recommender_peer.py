@@ -28,7 +28,7 @@ def sequences(path: str) -> tuple[list[np.ndarray], int]:
     """Return the items of each user who has at least three, in the order of time, and the number of items."""
     data = pd.read_parquet(path).sort_values(["user", "timestamp"], kind="stable")
     data["item"] = pd.factorize(data["item"])[0]
-    return [rows.to_numpy() for _, rows in data.groupby("user")["item"] if len(rows) > 2], data["item"].max() + 1
+    return [rows.to_numpy() for _, rows in data.groupby("user")["item"] if len(rows) > 2], data["item"].nunique()
 
 
 def padded(parts: list[np.ndarray], padding: int) -> Tensor:
@@ -92,9 +92,9 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
     users, items = sequences(options.data)
-    model, begin = model_of(int(items)), time.perf_counter()
-    fit(model, users, int(items), options.epochs)
-    seconds, found = time.perf_counter() - begin, ranks(model, users, int(items))
+    model, begin = model_of(items), time.perf_counter()
+    fit(model, users, items, options.epochs)
+    seconds, found = time.perf_counter() - begin, ranks(model, users, items)
     ndcg, recall = np.where(found < 10, 1 / np.log2(found + 2), 0).mean(), (found < 10).mean()
     print(f"seed {options.seed}: NDCG@10 {ndcg:.4f}, recall@10 {recall:.4f}, {seconds / options.epochs:.1f} s an epoch")
 

@@ -8,7 +8,6 @@ preferences; three epochs are transformers' default, and its examples for prefer
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from omegaconf import OmegaConf
 
 # Factors of an optimiser's rate for new weights. AdamW's 1e-3 becomes what stands behind.
@@ -77,6 +76,8 @@ def open_values(trainer: Mapping[str, Any], epochs: int | None = None) -> dict[s
             interval = _SHARES.get(passes, 1.0) if every is None else 1.0
     if every is None and isinstance(interval, float):
         every = 1
+    import torch  # Help is answered without it.
+
     on_gpu = trainer.get("accelerator") in ("gpu", "cuda", "auto") and torch.cuda.is_available()
     logged = trainer.get("log_every_n_steps") or (10 if on_gpu else 1)
     found = {"max_steps": steps, "max_epochs": passes, "val_check_interval": interval, "check_val_every_n_epoch": every}

@@ -95,7 +95,12 @@ def is_possible(model: PreTrainedModel, device: torch.device) -> bool:
 
 def forms(model: PreTrainedModel | None, device: torch.device) -> Iterator[Form]:
     """Yield each form in which ``model`` may get documents."""
-    if model is not None and is_possible(model, device) and takes_its_place(model):
+    # The model's attention changes here and not with the first form: who tries it gives back what changes meanwhile.
+    return _forms(model is not None and is_possible(model, device) and takes_its_place(model))
+
+
+def _forms(in_blocks: bool) -> Iterator[Form]:
+    if in_blocks:
         with warnings.catch_warnings():  # The caller compiles nothing yet.
             warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
             yield "blocks"

@@ -1,6 +1,7 @@
 """Pretrained models: where they are found, what is refused and how, and vocabularies that grow with the tokenizer."""
 
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,8 @@ def test_a_bias_along_the_columns_grows_with_its_vocabulary(name, tmp_path):
         assert lit_fused.fuse(ours)(input_ids=ids, labels=ids).loss.item() == pytest.approx(loss.item(), rel=2e-2)
 
 
-def test_in_a_fit_the_vocabulary_grows_by_itself_to_that_of_the_tokenizer(tmp_path, caplog):
+def test_in_a_fit_the_vocabulary_grows_by_itself_to_that_of_the_tokenizer(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", True)  # The command takes it away.
     folder = pretrained(tmp_path / "model", "llama_tied")
     with caplog.at_level("INFO"):
         module = fit(tmp_path, lit_fused.from_pretrained(folder, pad_to_multiple_of=16), 112 + 3)

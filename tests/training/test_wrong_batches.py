@@ -81,7 +81,8 @@ def test_the_loss_by_itself_refuses_labels_that_are_no_tensor_of_positions(label
 
 
 def test_rollouts_of_another_model_warn_with_their_divergence() -> None:
-    rollouts = ragged_batches(1)[0] | {"sampler_log_probs": torch.full((2, 12), -6.0)}
+    given = {"sampler_log_probs": torch.full((2, 12), -6.0), "advantages": torch.ones(2, 12)}
+    rollouts = ragged_batches(1)[0] | given
     with pytest.warns(UserWarning, match="the rollouts' log-probabilities are not this model's: their KL"):
         LanguageModel(tiny_llama(), PolicyLoss()).spot_check(rollouts)
 
