@@ -28,7 +28,7 @@ def sequences(path: str) -> tuple[list[np.ndarray], int]:
     """Return the items of each user who has at least three, in the order of time, and the number of items."""
     data = pd.read_parquet(path).sort_values(["user", "timestamp"], kind="stable")
     data["item"] = pd.factorize(data["item"])[0]
-    return [rows.to_numpy() for _, rows in data.groupby("user")["item"] if len(rows) > 2], int(data["item"].max()) + 1
+    return [rows.to_numpy() for _, rows in data.groupby("user")["item"] if len(rows) > 2], len(set(data["item"]))
 
 
 def padded(parts: list[np.ndarray], padding: int) -> Tensor:
