@@ -118,7 +118,7 @@ def test_a_signal_at_any_other_moment_ends_the_run_as_well(moment, tmp_path, mon
     status, output = stopped(tmp_path, overrides, when, signal.SIGTERM)
     assert status == 143, output
     assert "Traceback" not in output
-    if not step or moment == "sampling first" and not LAST.exists():
+    if not step or (moment == "sampling first" and not LAST.exists()):
         assert not (tmp_path / "out").exists()  # a run that has trained nothing leaves nothing
         return
     assert (tmp_path / "out" / "error.txt").read_text().startswith("stopped by SIGTERM")
