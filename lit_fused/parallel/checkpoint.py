@@ -14,7 +14,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ from lit_fused.atomic import (
 )
 from lit_fused.errors import UserError
 from lit_fused.parallel.collectives import objects_of_ranks
-from lit_fused.parallel.snapshot import Snapshots
+from lit_fused.parallel.snapshot import MetricsLostError, Snapshots
 
 _OPTIONS = "lit_fused_optimizer_options"  # in meta.pt: what states of optimisers have beside tensors, one dict each
 _WEIGHTS = "state_dict."
@@ -220,7 +220,7 @@ class CheckpointFiles(TorchCheckpointIO):
         def write() -> None:
             self.snapshots.wait()
             target.parent.mkdir(parents=True, exist_ok=True)
-            with written_whole(target) as partial:
+            with suppress(MetricsLostError), written_whole(target) as partial:
                 torch.save(copy, partial)
                 self.snapshots.wait_for_loggers()
 
@@ -246,8 +246,8 @@ class CheckpointFiles(TorchCheckpointIO):
     def run(self, job: Callable[[], None]) -> None:
         """Run a job in the background of a fit, after those before it; at once where no fit runs."""
         if self.trainer.state.fn != TrainerFn.FITTING or self.trainer.state.status != TrainerStatus.RUNNING:
-            self.wait()
             self.snapshots.are_logged.set()
+            self.wait()
             job()
             return
         self._thread = self._thread or ThreadPoolExecutor(1, "checkpoint")
@@ -258,8 +258,9 @@ class CheckpointFiles(TorchCheckpointIO):
         return bool(self._jobs)
 
     def wait(self) -> None:
-        """Wait until everything is written. Raises the error of a job that failed."""
-        self.snapshots.are_logged.set()
+        """Wait until everything is written, but for a state whose metrics an error has lost: the one before stays, and
+        a run that goes on from it logs them. Raises the error of a job that failed."""
+        self.snapshots.end_wait(failed=self.trainer.state.status == TrainerStatus.INTERRUPTED)
         jobs, self._jobs = self._jobs, []
         for job in jobs:
             job.result()
@@ -328,7 +329,7 @@ class FolderCheckpoints(ModelParallelStrategy):
         copy = files.snapshots.take(tensors, files.trainer, shared=False)  # The format has no tensor twice.
 
         def write() -> None:
-            with removed_on_failure(partial):
+            with suppress(MetricsLostError), removed_on_failure(partial):
                 files.snapshots.wait()
                 with _own_error():
                     writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)

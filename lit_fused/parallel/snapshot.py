@@ -13,6 +13,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
+class MetricsLostError(Exception):
+    """A fit ended with an error after a state was copied and before the loggers had the metrics of its step."""
+
+
 class Snapshots(Callback):
     """Copies a checkpoint's tensors to CPU memory, on a GPU by a stream of their own.
 
@@ -26,11 +30,13 @@ class Snapshots(Callback):
         self._stream: torch.cuda.Stream | None = None
         self._copied: Any = None  # the event after the newest copies
         self.are_logged = threading.Event()  # The loggers have the metrics of the step whose state was copied.
+        self._are_lost = False  # They will never have them.
 
     def take(self, checkpoint: dict[str, Any], trainer: L.Trainer, *, shared: bool = True) -> dict[str, Any]:
         """Return the checkpoint with copies in CPU memory, which are complete after :meth:`wait`. With ``shared``, a
         tensor that stands at several places, as a tied weight does, has one copy at all of them."""
         self.are_logged.clear()
+        self._are_lost = False
         trained = _changed_by_steps(trainer)
         found = dict[Hashable, Tensor]()
         keys = list[Hashable]()
@@ -67,9 +73,16 @@ class Snapshots(Callback):
             self._copied.synchronize()
 
     def wait_for_loggers(self) -> None:
-        """Wait, in a thread, until the loggers have the metrics of the copied step. A fit that ended otherwise than by
-        Lightning's hooks says nothing; the limit lets its process end."""
+        """Wait, in a thread, until the loggers have the metrics of the copied step; MetricsLostError if the fit has
+        ended without. One that ended otherwise than by Lightning says nothing; the limit lets its process end."""
         self.are_logged.wait(timeout=60)
+        if self._are_lost:
+            raise MetricsLostError
+
+    def end_wait(self, *, failed: bool) -> None:
+        """Let the thread go on: nothing more is logged, as the fit ends or has ``failed``."""
+        self._are_lost |= failed and not self.are_logged.is_set()
+        self.are_logged.set()
 
     def _device_waits(self) -> None:
         if self._copied is not None:

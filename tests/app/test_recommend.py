@@ -160,7 +160,7 @@ def test_the_first_command_of_the_page_ranks_twice_as_well_as_popularity(tmp_pat
         tmp_path, "module=recommender", "data=interactions", "data.path=x.parquet", "test=true", "hydra.run.dir=run"
     )
     assert found.status == 0, found.output
-    assert "val ndcg_at_10" in found.output  # beside the loss, where language models have their perplexity
+    assert "val NDCG@10" in found.output  # beside the loss, where language models have their perplexity
     assert "val perplexity" not in found.output
     ranked = json.loads((tmp_path / "run/summary.json").read_text())
     assert ranked["metrics"]["test/ndcg_at_10"] > 2 * by_popularity

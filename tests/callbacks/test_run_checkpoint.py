@@ -187,3 +187,21 @@ def test_a_checkpoint_appears_once_the_loggers_have_the_metrics_of_its_step(tmp_
     logger = Notes(tmp_path / "logs", name="", version="")
     fit(tmp_path, saver(tmp_path, every_n_train_steps=2), max_steps=3, logger=logger, log_every_n_steps=1)
     assert seen == [(0, False), (1, False), (2, True)]
+
+
+def test_a_state_whose_metrics_an_error_has_lost_is_not_the_last_one(tmp_path):
+    """A run that goes on from it would leave a step out of its metrics."""
+
+    class Fails(FusedCausalLMModule):
+        def on_train_batch_end(self, *_: Any) -> None:  # Lightning calls it between the save and the loggers.
+            if self.trainer.global_step == 4:
+                raise RuntimeError("another rank is dead")
+
+    logger = CSVLogger(tmp_path / "logs", name="", version="")
+    options: dict[str, Any] = {"logger": logger, "log_every_n_steps": 1, "max_steps": 6, "enable_checkpointing": True}
+    trainer = quiet_trainer(tmp_path, callbacks=[saver(tmp_path, every_n_train_steps=2)], **options)
+    data = SyntheticDataModule(VOCABULARY, block_size=12, batch_size=2, num_train_batches=6, num_val_batches=1)
+    with pytest.raises(RuntimeError, match="another rank is dead"):
+        trainer.fit(Fails(tiny_llama()), data)
+    assert step_of(tmp_path / "last.ckpt") == 2
+    assert [path.name for path in tmp_path.glob("*.partial")] == []
