@@ -210,10 +210,10 @@ def wanted_tokens(offsets: Sequence[Span], spans: Sequence[Span], fixed: Flags) 
     # A tokenizer that trims its offsets gives a token of white space none of its characters: those since the last one.
     reached = np.maximum.accumulate(np.concatenate([[0], ends[:-1]])) if len(ends) else ends
     begins = np.where(begins == ends, np.minimum(begins, reached), begins)
-    wanted = np.zeros(len(begins), dtype=bool)
+    loss_mask = np.zeros(len(begins), dtype=bool)
     for begin, end in spans:
-        wanted |= (begins < end) & (ends > begin) & ~(fixed & (begins < begin))
-    return wanted
+        loss_mask |= (begins < end) & (ends > begin) & ~(fixed & (begins < begin))
+    return loss_mask
 
 
 def _refuse_lost(text: str, messages: list[Message]) -> None:

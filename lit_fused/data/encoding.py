@@ -23,7 +23,7 @@ class Encoded:
     """The tokens of one document, its end-of-text token among them if it has one."""
 
     tokens: npt.NDArray[np.integer[Any]]  # (n,); a document without any is left out, and counted
-    wanted: npt.NDArray[np.bool_] | None = None  # (n,), True where loss is wanted; None: everywhere
+    loss_mask: npt.NDArray[np.bool_] | None = None  # (n,), True where loss is wanted; None: everywhere
     notes: tuple[str, ...] = ()  # for a person ("cut to 4096 tokens"); the preparation counts each
     ends: tuple[int, ...] | None = None  # the index after each, if it is stored as several documents; None: one
 
@@ -131,15 +131,15 @@ class RecordEncoding(Encoding):
 
     def fit_block(self, document: Encoded, block_size: int) -> Encoded:
         """Return ``document``, cut or left out if it is too long; left out if its first token alone is wanted."""
-        tokens, wanted = document.tokens, document.wanted
-        assert wanted is not None
+        tokens, loss_mask = document.tokens, document.loss_mask
+        assert loss_mask is not None
         is_cut = len(tokens) > block_size
         if is_cut and self.too_long == "skip":
             return leave_out(f"longer than data.block_size={block_size}")
-        if not wanted[1:block_size].any():
+        if not loss_mask[1:block_size].any():
             return leave_out("no answer" + f" begins within data.block_size={block_size} tokens" * is_cut)
         notes = document.notes + (f"cut to {block_size} tokens",) * is_cut
-        return Encoded(tokens[:block_size], wanted[:block_size], notes)
+        return Encoded(tokens[:block_size], loss_mask[:block_size], notes)
 
 
 def context_and_answer(context: list[int], answer: list[int], notes: tuple[str, ...] = ()) -> Encoded:
@@ -150,9 +150,11 @@ def context_and_answer(context: list[int], answer: list[int], notes: tuple[str, 
 
 def joined(parts: Sequence[Encoded], notes: tuple[str, ...]) -> Encoded:
     """Return parts with wanted tokens as one document that is stored as several."""
-    wanted = [part.wanted for part in parts if part.wanted is not None]
+    loss_mask = [part.loss_mask for part in parts if part.loss_mask is not None]
     ends = np.cumsum([len(part.tokens) for part in parts if len(part.tokens)])
-    return Encoded(np.concatenate([part.tokens for part in parts]), np.concatenate(wanted), notes, tuple(ends.tolist()))
+    return Encoded(
+        np.concatenate([part.tokens for part in parts]), np.concatenate(loss_mask), notes, tuple(ends.tolist())
+    )
 
 
 def leave_out(reason: object) -> Encoded:

@@ -121,4 +121,4 @@ class InstructionEncoding(TemplatedEncoding):
         self._chats = self._chats or self.conversations.encoder(self.tokenizer, sys.maxsize)
         found: Encoded = self._chats.conversation(read_messages([*prompt, *answer]), tools, first=len(prompt))
         begin = (0, *(found.ends or (0,)))[-2]  # Of several documents, the last one has the answer's last turn.
-        return Encoded(found.tokens[begin:], cast(Any, found.wanted)[begin:], found.notes)
+        return Encoded(found.tokens[begin:], cast(Any, found.loss_mask)[begin:], found.notes)

@@ -97,8 +97,8 @@ class Rows(Dataset[dict[str, Tensor]]):
 
     def _read(self, start: int, stop: int) -> tuple[Integers, Integers]:
         """Return (tokens, labels), both (n,)."""
-        tokens, wanted = self.store.read(start, stop)
-        return tokens, tokens.copy() if wanted is None else np.where(wanted, tokens, IGNORE_INDEX)
+        tokens, loss_mask = self.store.read(start, stop)
+        return tokens, tokens.copy() if loss_mask is None else np.where(loss_mask, tokens, IGNORE_INDEX)
 
     def _block(self, tokens: Integers, labels: Integers) -> dict[str, Tensor]:
         """Return a row of ``block_size``, padded."""
@@ -176,9 +176,9 @@ class PairRows(Rows):
 
     def _row(self, index: int) -> dict[str, Tensor]:
         end = int(self.store.ends[index])
-        tokens, wanted = self.store.read(end - int(self.store.lengths[index]), end)
-        assert wanted is not None
-        return {"input_ids": torch.from_numpy(tokens[~wanted]), "labels": torch.from_numpy(tokens[wanted])}
+        tokens, loss_mask = self.store.read(end - int(self.store.lengths[index]), end)
+        assert loss_mask is not None
+        return {"input_ids": torch.from_numpy(tokens[~loss_mask]), "labels": torch.from_numpy(tokens[loss_mask])}
 
 
 def pad_documents(samples: list[dict[str, Tensor]], pad_token_id: int) -> dict[str, Tensor]:

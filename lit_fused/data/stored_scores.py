@@ -55,7 +55,7 @@ class ScoreHeader:
 
     k: int | None  # entries of each position; None: the numbers are those of answers
     temperature: float
-    vocabulary: int  # the asked model's entries
+    vocabulary: int  # entries of the teacher that was scored
     model: str
     shifted: bool  # position t has the scores of label t + 1, as for causal models; else of label t
     rows: dict[str, int]  # by set, in the order in which they follow each other: "train", "val", or "train/web" ...

@@ -243,8 +243,8 @@ class TokenDataModule(BatchDataModule):
         held_out, most = self.prepared.val, max(1, self.block_size // 2)
         prompts: list[Integers] = []
         for start, end in pairwise([0, *held_out.ends[:_PROMPTS].tolist()]):
-            tokens, wanted = held_out.read(start, end)
-            before = 0 if wanted is None else int(wanted.argmax())
+            tokens, loss_mask = held_out.read(start, end)
+            before = 0 if loss_mask is None else int(loss_mask.argmax())
             prompts.append(tokens[: before or max(1, min(_PROMPT_TOKENS, most, len(tokens) // 2))])
         fitting = [prompt for prompt in prompts if len(prompt) <= most] or [min(prompts, key=len)[-most:]]
         # A text of a few words says little; the first of the longest beginnings is shown.

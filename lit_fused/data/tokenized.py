@@ -57,7 +57,7 @@ def trained_tokenizer(
 
 
 def tokenized(records: Dataset, encoder: Encoding, split: Split, workers: int | None = None) -> Dataset:
-    """Return the documents as a table of "input_ids", "held_out", "note" for a person, and "wanted", 1 where loss is
+    """Return the documents as a table of "input_ids", "held_out", "note" for a person, and "loss_mask", 1 where loss is
     wanted, unless it is everywhere. A document that is left out has no tokens.
 
     Args:
@@ -105,22 +105,22 @@ class _Encode:
     @property
     def features(self) -> Features:
         kinds = {"input_ids": List(Value(self.dtype)), "held_out": Value("bool"), "note": Value("string")}
-        return Features(kinds | ({} if self.column else {"wanted": List(Value("uint8"))}))
+        return Features(kinds | ({} if self.column else {"loss_mask": List(Value("uint8"))}))
 
     def __call__(self, batch: Any, indices: list[int]) -> pa.Table:
         documents = zip(indices, _contents(batch, self.column), strict=True)
         parts = [(index, *part) for index, content in documents if content for part in self.split.sides(content)]
-        tokens, lengths, wanted, held_out, notes = [], [], [], [], []
+        tokens, lengths, loss_mask, held_out, notes = [], [], [], [], []
         for (_, is_out, _), one in zip(parts, self._encoded(parts), strict=True):
             ends = one.ends or (len(one.tokens),)
             lengths += np.diff([0, *ends]).tolist()
             held_out += [is_out] * len(ends)
             notes += ["; ".join(one.notes) or None, *[None] * (len(ends) - 1)]
             tokens.append(one.tokens)
-            wanted.append(one.wanted)
+            loss_mask.append(one.loss_mask)
         columns = {"input_ids": _lists(tokens, lengths, self.dtype), "held_out": pa.array(held_out, pa.bool_())}
         columns["note"] = pa.array(notes, pa.string())
-        return pa.table(columns if self.column else columns | {"wanted": _lists(wanted, lengths, "uint8")})
+        return pa.table(columns if self.column else columns | {"loss_mask": _lists(loss_mask, lengths, "uint8")})
 
     def _encoded(self, parts: list[tuple[int, bool, Any]]) -> list[Encoded]:
         try:

@@ -23,7 +23,7 @@ class Tokens:
 
     Args:
         tokens: Arrays, of which the stream is a part.
-        wanted: As ``tokens``, 1 where loss is wanted; None: everywhere.
+        loss_mask: As ``tokens``, 1 where loss is wanted; None: everywhere.
         starts, lengths: Of each document in ``tokens``, (D,).
         vocab_size: Every token is below it.
 
@@ -35,14 +35,16 @@ class Tokens:
     def __init__(
         self,
         tokens: Sequence[Any],
-        wanted: Sequence[Any] | None,
+        loss_mask: Sequence[Any] | None,
         starts: Integers,
         lengths: Integers,
         vocab_size: int,
     ) -> None:
         self.lengths, self.ends, self.vocab_size = lengths, np.cumsum(lengths), vocab_size
         self.num_documents, self.num_tokens = len(lengths), int(lengths.sum())
-        self._tokens, self._wanted = (None if part is None else pa.chunked_array(part) for part in (tokens, wanted))
+        self._tokens, self._loss_mask = (
+            None if part is None else pa.chunked_array(part) for part in (tokens, loss_mask)
+        )
         # Neighbours are read at once: where such a run begins in the stream, and how far that is from there.
         begins = np.append(True, starts[1:] != (starts + lengths)[:-1])[: len(starts)]
         self._runs = (self.ends - lengths)[begins]
@@ -55,11 +57,11 @@ class Tokens:
         lengths = pc.list_value_length(columns["input_ids"]).to_numpy().astype(np.int64)
         chosen = (columns["held_out"].to_numpy() == held_out) & (lengths > 0)
         starts = np.cumsum(lengths) - lengths
-        tokens, wanted = (
+        tokens, loss_mask = (
             [chunk.flatten() for chunk in columns[name].chunks] if name in columns.column_names else None
-            for name in ("input_ids", "wanted")
+            for name in ("input_ids", "loss_mask")
         )
-        found = cls(tokens or [], wanted, starts[chosen], lengths[chosen], vocab_size)
+        found = cls(tokens or [], loss_mask, starts[chosen], lengths[chosen], vocab_size)
         found.opened_by = (cls.of, (table, held_out, vocab_size))
         return found
 
@@ -69,20 +71,22 @@ class Tokens:
     @property
     def has_answers(self) -> bool:
         """Return whether loss is wanted on some tokens only."""
-        return self._wanted is not None
+        return self._loss_mask is not None
 
     @cached_property
     def num_wanted(self) -> Integers:
         """Return the number of tokens of each document on which loss is wanted, (D,)."""
-        if self._wanted is None:
+        if self._loss_mask is None:
             return self.lengths
-        return np.add.reduceat(self._read(self._wanted, 0, self.num_tokens), self.ends - self.lengths, dtype=np.int64)
+        return np.add.reduceat(
+            self._read(self._loss_mask, 0, self.num_tokens), self.ends - self.lengths, dtype=np.int64
+        )
 
     def read(self, start: int, stop: int) -> tuple[Integers, npt.NDArray[np.bool_] | None]:
         """Copy the tokens [start, stop), int64 (n,), and where loss is wanted, bool (n,); None: everywhere.
         As with a slice, there may be fewer at the end."""
         tokens = self._read(self._tokens, start, stop).astype(np.int64)
-        return tokens, None if self._wanted is None else self._read(self._wanted, start, stop).astype(np.bool_)
+        return tokens, None if self._loss_mask is None else self._read(self._loss_mask, start, stop).astype(np.bool_)
 
     def _read(self, array: Any, start: int, stop: int) -> npt.NDArray[Any]:
         parts, stop = [np.empty(0, np.uint8)], min(stop, self.num_tokens)

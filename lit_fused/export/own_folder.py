@@ -35,6 +35,6 @@ def finish_own(folder: Path) -> None:
 
 
 def _files(folder: Path) -> list[str]:
-    """Return the names of everything in a folder that is no folder with files of its own."""
+    """Return the names of files in a folder, and of its empty folders, at any depth."""
     inside = sorted(folder.rglob("*"))
     return [p.relative_to(folder).as_posix() for p in inside if p.is_symlink() or p.is_file() or not any(p.iterdir())]

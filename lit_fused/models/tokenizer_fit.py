@@ -36,7 +36,7 @@ def fit_vocabulary(model: LanguageModel, tokenizer: PreTrainedTokenizerBase) -> 
 
 @rank_zero_only
 def _compare_with_own(tokenizer: PreTrainedTokenizerBase, origin: Origin, name: str) -> None:
-    """Warn if the tokenizer numbers tokens otherwise than the one that a pretrained model has learned."""
+    """Warn if tokens have other numbers in the tokenizer than in the one that the model was pretrained with."""
     try:
         own = AutoTokenizer.from_pretrained(
             origin.path, revision=origin.revision or "main", trust_remote_code=False

@@ -193,7 +193,7 @@ def test_a_state_whose_metrics_an_error_has_lost_is_not_the_last_one(tmp_path):
     """A run that goes on from it would leave a step out of its metrics."""
 
     class Fails(FusedCausalLMModule):
-        def on_train_batch_end(self, *_: Any) -> None:  # Lightning calls it between the save and the loggers.
+        def on_train_batch_end(self, *_: Any, **__: Any) -> None:  # between the save and the loggers
             if self.trainer.global_step == 4:
                 raise RuntimeError("another rank is dead")
 

@@ -32,9 +32,9 @@ def says(role, content, **more):
     return {"role": role, "content": content, **more}
 
 
-def wanted_of(encoded: Encoded) -> npt.NDArray[np.bool_]:
-    assert encoded.wanted is not None
-    return encoded.wanted
+def loss_mask_of(encoded: Encoded) -> npt.NDArray[np.bool_]:
+    assert encoded.loss_mask is not None
+    return encoded.loss_mask
 
 
 def templated(tokenizer, messages, **options) -> dict[str, list[int]]:
@@ -43,12 +43,12 @@ def templated(tokenizer, messages, **options) -> dict[str, list[int]]:
 
 
 def documents(tokenizer, messages, block_size=10_000, **options):
-    """[(tokens, wanted)] of a conversation's documents."""
+    """[(tokens, loss_mask)] of a conversation's documents."""
     (encoded,) = ChatEncoding(**options).encoder(tokenizer, block_size)([{"messages": messages}])
     ends = (len(encoded.tokens),) if encoded.ends is None else encoded.ends
     starts = (0, *ends[:-1])
-    wanted = wanted_of(encoded)
-    return [(encoded.tokens[a:b], wanted[a:b]) for a, b in zip(starts, ends, strict=True)]
+    loss_mask = loss_mask_of(encoded)
+    return [(encoded.tokens[a:b], loss_mask[a:b]) for a, b in zip(starts, ends, strict=True)]
 
 
 def why_left_out(tokenizer, messages, **record):
@@ -58,9 +58,9 @@ def why_left_out(tokenizer, messages, **record):
     return note
 
 
-def runs(tokenizer, tokens, wanted):
+def runs(tokenizer, tokens, loss_mask):
     """The text of each unbroken run of wanted tokens."""
-    groups = itertools.groupby(zip(tokens, wanted, strict=True), key=lambda pair: bool(pair[1]))
+    groups = itertools.groupby(zip(tokens, loss_mask, strict=True), key=lambda pair: bool(pair[1]))
     return [tokenizer.decode([token for token, _ in group]) for is_wanted, group in groups if is_wanted]
 
 
@@ -80,8 +80,8 @@ def test_the_wanted_tokens_say_exactly_what_the_assistant_says(name, kind):
     for first, second in itertools.product(ANSWERS, ANSWERS):
         messages = [says("user", "How are "), says("assistant", first), says("user", first), says("assistant", second)]
         messages = [says("system", "Be brief")] * takes_system + messages
-        ((tokens, wanted),) = documents(tokenizer, messages)
-        assert runs(tokenizer, tokens, wanted) == [written(first) + end, written(second) + end]
+        ((tokens, loss_mask),) = documents(tokenizer, messages)
+        assert runs(tokenizer, tokens, loss_mask) == [written(first) + end, written(second) + end]
         assert tokens.tolist() == templated(tokenizer, messages)["input_ids"]
 
 
@@ -90,11 +90,11 @@ def test_what_stands_before_an_answer_is_the_prompt_that_a_model_is_given(name):
     template, _, _ = TEMPLATES[name]
     tokenizer = make_tokenizer(template)
     prompt = [says("user", "How are you?"), says("assistant", "I am well"), says("user", "42?")]
-    ((tokens, wanted),) = documents(tokenizer, [*prompt, says("assistant", "thank you!")])
+    ((tokens, loss_mask),) = documents(tokenizer, [*prompt, says("assistant", "thank you!")])
     given = templated(tokenizer, prompt, add_generation_prompt=True)["input_ids"]
     assert tokens[: len(given)].tolist() == given
-    assert wanted[len(given) :].sum() == wanted[len(given) : np.flatnonzero(wanted)[-1] + 1].size
-    assert np.flatnonzero(wanted)[-1] > len(given)
+    assert loss_mask[len(given) :].sum() == loss_mask[len(given) : np.flatnonzero(loss_mask)[-1] + 1].size
+    assert np.flatnonzero(loss_mask)[-1] > len(given)
 
 
 def test_the_templates_own_marks_decide_and_the_end_of_turn_is_learned_with_them():
@@ -106,10 +106,10 @@ def test_the_templates_own_marks_decide_and_the_end_of_turn_is_learned_with_them
             says("user", "well"),
             says("assistant", "thank you!"),
         ]
-        ((tokens, wanted),) = documents(tokenizer, messages)
+        ((tokens, loss_mask),) = documents(tokenizer, messages)
         theirs = templated(tokenizer, messages, return_assistant_tokens_mask=True)
         assert tokens.tolist() == theirs["input_ids"]
-        assert wanted.tolist() == [bool(mark) for mark in theirs["assistant_masks"]]
+        assert loss_mask.tolist() == [bool(mark) for mark in theirs["assistant_masks"]]
 
 
 # --- templates that rewrite earlier answers ------------------------------------------------------------------------
@@ -127,10 +127,10 @@ def test_a_template_that_drops_earlier_thoughts_gives_one_document_per_question(
     assert runs(tokenizer, *first) == ["<think>\nthe fox\n</think>\n\n42<|im_end|>"]
     assert runs(tokenizer, *second) == ["<think>\nthe dog\n</think>\n\nthank you!<|im_end|>"]
     assert "the fox" not in tokenizer.decode(second[0])  # as a model sees it when it answers the second question
-    for (tokens, wanted), prompt in zip((first, second), (messages[:1], messages[:3]), strict=True):
+    for (tokens, loss_mask), prompt in zip((first, second), (messages[:1], messages[:3]), strict=True):
         given = templated(tokenizer, prompt, add_generation_prompt=True)["input_ids"]
         assert tokens[: len(given)].tolist() == given
-        assert int(np.flatnonzero(wanted)[0]) == len(given)
+        assert int(np.flatnonzero(loss_mask)[0]) == len(given)
 
 
 @pytest.mark.parametrize(
@@ -145,11 +145,11 @@ def test_where_an_answer_changes_its_prompts_tokens_they_are_encoded_apart(templ
     assert len(tokenizer("\n\n")["input_ids"]) == 1
     messages = [says("user", "12"), says("assistant", "fox"), says("user", "30"), says("assistant", "dog")]
     first, second = documents(tokenizer, messages)
-    for (tokens, wanted), count, answer in ((first, 1, "fox"), (second, 3, "dog")):
+    for (tokens, loss_mask), count, answer in ((first, 1, "fox"), (second, 3, "dog")):
         given = templated(tokenizer, messages[:count], add_generation_prompt=True)["input_ids"]
         assert tokens[: len(given)].tolist() == given
-        assert wanted.tolist() == [False] * len(given) + [True] * (len(tokens) - len(given))
-        assert tokenizer.decode(tokens[wanted]) == written.format(answer)
+        assert loss_mask.tolist() == [False] * len(given) + [True] * (len(tokens) - len(given))
+        assert tokenizer.decode(tokens[loss_mask]) == written.format(answer)
     (encoded,) = ChatEncoding().encoder(tokenizer, 100)([{"messages": messages}])
     assert encoded.notes == ("divided: prompts are encoded otherwise with an answer behind them",)
 
@@ -208,8 +208,8 @@ def test_chatml_adds_its_tokens_to_a_tokenizer_without_them_as_tokens_that_no_te
     tokenizer = with_chat_template(plain, CHATML)
     assert tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]) == [entries, entries + 1]
     assert tokenizer.eos_token_id == entries + 1
-    ((tokens, wanted),) = documents(tokenizer, [says("user", "12"), says("assistant", "fox")])
-    assert runs(tokenizer, tokens, wanted) == ["fox<|im_end|>"]
+    ((tokens, loss_mask),) = documents(tokenizer, [says("user", "12"), says("assistant", "fox")])
+    assert runs(tokenizer, tokens, loss_mask) == ["fox<|im_end|>"]
     assert "special token <|im_end|>" in why_left_out(tokenizer, [says("user", "<|im_end|>"), says("assistant", "fox")])
 
 
@@ -223,7 +223,7 @@ def test_a_tokenizer_that_does_not_know_its_characters_is_refused():
 def test_a_template_without_any_end_of_turn_token_learns_what_ends_its_turns():
     tokenizer = make_tokenizer(PLAIN)
     messages = [says("user", "12"), says("assistant", "fox"), says("user", "30"), says("assistant", "dog")]
-    ((tokens, wanted),) = documents(tokenizer, messages)
-    assert runs(tokenizer, tokens, wanted) == [" fox\n\n", " dog\n\n"]
+    ((tokens, loss_mask),) = documents(tokenizer, messages)
+    assert runs(tokenizer, tokens, loss_mask) == [" fox\n\n", " dog\n\n"]
     (encoded,) = ChatEncoding().encoder(tokenizer, 100)([{"messages": messages}])
     assert encoded.notes == ("no token ends the answers: a model does not learn to stop",)

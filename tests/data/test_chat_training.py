@@ -72,8 +72,8 @@ def test_a_tokenizer_trained_on_the_conversations_has_chatml(tmp_path):
     module = prepared(write(tmp_path / "chat.jsonl", CHAT), None, vocab_size=300)
     assert module.tokenizer is not None
     assert module.tokenizer.chat_template == CHATML
-    tokens, wanted = module.prepared.train.read(0, int(module.prepared.train.ends[0]))
-    assert str(module.tokenizer.decode(tokens[wanted])).endswith(".<|im_end|>")
+    tokens, loss_mask = module.prepared.train.read(0, int(module.prepared.train.ends[0]))
+    assert str(module.tokenizer.decode(tokens[loss_mask])).endswith(".<|im_end|>")
     with pytest.raises(UserError, match="data.vocab_size must be a whole number, 260 or more"):
         prepared(tmp_path / "chat.jsonl", None, vocab_size=259)
 

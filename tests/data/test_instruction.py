@@ -35,8 +35,8 @@ def test_prompt_tokens_are_those_of_the_prompt_alone_and_the_rest_is_the_complet
     given = tokenizer(prompt)["input_ids"]
     completion = completion if completion.strip() else completion + "x"
     assert encoded.tokens[: len(given)].tolist() == given
-    assert encoded.wanted is not None
-    assert encoded.wanted.tolist() == [False] * len(given) + [True] * (len(encoded.tokens) - len(given))
+    assert encoded.loss_mask is not None
+    assert encoded.loss_mask.tolist() == [False] * len(given) + [True] * (len(encoded.tokens) - len(given))
     assert tokenizer.decode(encoded.tokens[len(given) :]) == completion + "</s>"
     assert (encoded.tokens == tokenizer.eos_token_id).sum() == 1
 
@@ -70,14 +70,14 @@ def test_columns_and_words_of_ones_own():
     assert tokenizer.decode(encoded.tokens) == "{How} are you?well</s>"
     encoded = encode(tokenizer, record, prompt="To {name}: {question}\nA:", completion="answer")
     assert tokenizer.decode(encoded.tokens) == "To fox: {How} are you?\nA:well</s>"
-    assert tokenizer.decode(encoded.tokens[encoded.wanted]) == "well</s>"
+    assert tokenizer.decode(encoded.tokens[encoded.loss_mask]) == "well</s>"
 
 
 def test_long_documents_are_cut_or_skipped_and_empty_completions_left_out():
     tokenizer = make_tokenizer()
     whole = encode(tokenizer, pair("12", " 30 42"))
-    assert whole.wanted is not None
-    prompt = int(np.flatnonzero(whole.wanted)[0])
+    assert whole.loss_mask is not None
+    prompt = int(np.flatnonzero(whole.loss_mask)[0])
     cut = encode(tokenizer, pair("12", " 30 42"), prompt + 1)
     assert cut.tokens.tolist() == whole.tokens[: prompt + 1].tolist()
     assert cut.notes == (f"cut to {prompt + 1} tokens",)

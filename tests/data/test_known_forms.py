@@ -124,7 +124,7 @@ def test_a_file_of_a_known_form_is_named_and_its_answers_are_learned(form, kind,
     assert encoding.form(found.column_names) == name
     encoder = encoding.encoder(make_tokenizer(), 1000)
     encoded = encoder(found.to_list())
-    assert [encoder.tokenizer.decode(one.tokens[one.wanted]) for one in encoded] == answers
+    assert [encoder.tokenizer.decode(one.tokens[one.loss_mask]) for one in encoded] == answers
 
 
 TEXT = {"text": "a", "id": 1}
@@ -159,4 +159,4 @@ def test_an_answer_of_weight_0_is_context_only():
     encoder = ChatEncoding().encoder(make_tokenizer(CHATML_UNMARKED), 100)
     messages = [user("a"), assistant("dog", weight=0), user("b"), assistant("fox", weight=1)]
     (encoded,) = encoder([{"messages": messages}])
-    assert encoder.tokenizer.decode(encoded.tokens[encoded.wanted]) == "fox<|im_end|>"
+    assert encoder.tokenizer.decode(encoded.tokens[encoded.loss_mask]) == "fox<|im_end|>"

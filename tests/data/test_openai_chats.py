@@ -50,8 +50,8 @@ def encoded(template, messages, **record):
     (one,) = ChatEncoding().encoder(tokenizer, 10_000)([{"messages": messages, **record}])
     if not len(one.tokens):
         return "", one.notes[0]
-    assert one.wanted is not None
-    return str(tokenizer.decode(one.tokens)), str(tokenizer.decode(one.tokens[one.wanted]))
+    assert one.loss_mask is not None
+    return str(tokenizer.decode(one.tokens)), str(tokenizer.decode(one.tokens[one.loss_mask]))
 
 
 @pytest.mark.parametrize("content", [None, "", "missing"])
@@ -67,9 +67,9 @@ def test_a_call_is_learned_as_the_template_writes_it_whatever_stands_for_no_cont
     messages = conversation(content)
     if content == "missing":
         del messages[1]["content"]
-    text, wanted = encoded(template, messages)
+    text, loss_mask = encoded(template, messages)
     end = "<|eot_id|>" if template is LLAMA31 else "<|im_end|>"
-    assert wanted == learned + "dry" + end
+    assert loss_mask == learned + "dry" + end
     assert "None" not in text
 
 

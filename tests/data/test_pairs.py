@@ -43,10 +43,10 @@ def word_tokenizer(template=None):
 
 def encode(tokenizer, source, target, block_size=100, **options):
     (encoded,) = PairEncoding(**options).encoder(tokenizer, block_size)([{"source": source, "target": target}])
-    tokens, wanted = encoded.tokens, encoded.wanted
-    assert wanted is not None
+    tokens, loss_mask = encoded.tokens, encoded.loss_mask
+    assert loss_mask is not None
     named = tokenizer.convert_ids_to_tokens
-    return " ".join(named(tokens[~wanted])), " ".join(named(tokens[wanted])), encoded.notes
+    return " ".join(named(tokens[~loss_mask])), " ".join(named(tokens[loss_mask])), encoded.notes
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,8 @@ def adds_bos(tokenizer: PreTrainedTokenizerFast) -> bool:
 def text_of(encoding: Any, document: Any, tokenizer: PreTrainedTokenizerFast) -> tuple[str, str]:
     """Return the text of a document's tokens, and of those that are learned."""
     (encoded,) = encoding.encoder(tokenizer, 200)([document])
-    wanted = encoded.tokens if encoded.wanted is None else encoded.tokens[encoded.wanted]
-    return str(tokenizer.decode(encoded.tokens)), str(tokenizer.decode(wanted))
+    learned = encoded.tokens if encoded.loss_mask is None else encoded.tokens[encoded.loss_mask]
+    return str(tokenizer.decode(encoded.tokens)), str(tokenizer.decode(learned))
 
 
 @pytest.mark.parametrize("end", ["", EOS])

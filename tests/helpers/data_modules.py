@@ -33,10 +33,10 @@ tokens_data = partial(compose_data, TokenArrays)
 def tokens_of(documents: Sequence[Encoded], vocab_size: int) -> Tokens:
     """Return encoded documents as a data module reads them."""
     lengths = np.concatenate([np.diff([0, *(one.ends or [len(one.tokens)])]) for one in documents])
-    masks = [one.wanted for one in documents if one.wanted is not None]
-    wanted = [np.concatenate(masks)] if masks else None
+    masks = [one.loss_mask for one in documents if one.loss_mask is not None]
+    loss_mask = [np.concatenate(masks)] if masks else None
     tokens = [np.concatenate([one.tokens for one in documents])]
-    return Tokens(tokens, wanted, np.cumsum(lengths) - lengths, lengths, vocab_size)
+    return Tokens(tokens, loss_mask, np.cumsum(lengths) - lengths, lengths, vocab_size)
 
 
 def ready(data: Any) -> Any:

@@ -106,8 +106,8 @@ def pieces_of(documents: list[Encoded], block_size: int) -> list[tuple[tuple[int
     """(tokens, labels) of what documents are cut into."""
     found = []
     for document in documents:
-        assert document.wanted is not None
-        labels = np.where(document.wanted, document.tokens, -100)
+        assert document.loss_mask is not None
+        labels = np.where(document.loss_mask, document.tokens, -100)
         for start in range(0, len(document.tokens), block_size):
             tokens, targets = document.tokens[start : start + block_size], labels[start : start + block_size].copy()
             targets[0] = -100
