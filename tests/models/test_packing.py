@@ -121,9 +121,9 @@ def test_the_stream_has_every_token_once_and_ignores_what_is_not_wanted_and_the_
     assert len(blocks) == len(list(iter(blocks))) == 18
     ids, labels = (torch.cat([blocks[i][name] for i in range(18)]).tolist() for name in ("input_ids", "labels"))
     tokens = [token for document in documents for token in document.tokens.tolist()]
-    wanted = [flag for document in documents for flag in document.wanted.tolist()]
+    learned = [flag for document in documents for flag in document.loss_mask.tolist()]
     assert ids == [*tokens, *[1] * (18 * 8 - len(tokens))]
-    assert labels[: len(tokens)] == [t if flag else -100 for t, flag in zip(tokens, wanted, strict=True)]
+    assert labels[: len(tokens)] == [t if flag else -100 for t, flag in zip(tokens, learned, strict=True)]
     assert set(labels[len(tokens) :]) <= {-100}
     assert blocks.share_of_tokens == len(tokens) / 144
 
