@@ -5,7 +5,7 @@ import os
 import shutil
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from lit_fused.app.ranks import end_with_parent
 from lit_fused.app.reporting.page import write_report
 
 _PAUSE = 20  # times as long as a report takes
-_held: list[FileLock] = []  # of this worker, as long as it lives: CUDA's devices cannot be changed once it has started
+_held: list[ExitStack] = []  # a worker's locks, as long as it lives: CUDA has its devices from its start
 
 
 class SweepReport(Callback):
@@ -72,14 +72,14 @@ class OwnGpus(Callback):
 
 
 def claim(folder: Path, gpus: list[str], count: int, poll_seconds: float = 1.0) -> list[str]:
-    """Wait for ``count`` neighbouring GPUs that no other process has, and lock them by a file in a folder."""
+    """Wait for ``count`` neighbouring GPUs that no other process has, and lock each by a file in a folder."""
     groups = [gpus[first : first + count] for first in range(0, len(gpus) - count + 1, count)]
     while True:
         for group in groups:
-            with suppress(Timeout):
-                lock = FileLock(folder / group[0].replace("/", "_"))
-                lock.acquire(timeout=0)
-                _held.append(lock)
+            with suppress(Timeout), ExitStack() as locks:  # It frees a part of a group that another job has.
+                for gpu in group:
+                    locks.enter_context(FileLock(folder / gpu.replace("/", "_")).acquire(timeout=0))
+                _held.append(locks.pop_all())
                 return group
         time.sleep(poll_seconds)
 

@@ -112,5 +112,12 @@ def test_a_job_sees_the_gpus_that_it_has_locked_among_those_of_the_user(monkeypa
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5"
     callback.on_job_start(config(2, 1))  # the worker's next job
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5"
-    for lock in launching._held:
-        lock.release()
+    for locks in launching._held:
+        locks.close()
+
+
+def test_jobs_of_one_gpu_and_of_two_share_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(launching, "_held", [])
+    assert [launching.claim(tmp_path, [*"0123"], count) for count in (2, 1, 1)] == [["0", "1"], ["2"], ["3"]]
+    for locks in launching._held:
+        locks.close()
