@@ -45,10 +45,8 @@ def with_run(words: Sequence[str]) -> list[str]:
     if place is None:
         return words
     value = words[place].partition("=")[2]
-    quoted = value[:1] in "'\""
-    is_one = quoted or os.path.exists(
-        value
-    )  # A name may have a comma, and each name may have what Hydra reads: quoted.
+    # A name that is quoted, or of a file that is there, may have a comma; others are those of a sweep.
+    is_one = value[:1] in "'\"" or os.path.exists(value)
     given = [value.strip("'\"")] if is_one else value.replace("\\", "").split(",")
     found = [checkpoint_of(path) for path in given]
     words[place] = ",".join(

@@ -1,4 +1,4 @@
-"""The output head, between hidden states and logits: identified by experiment, watched in every step."""
+"""The output head, between hidden states and logits: identified by experiment, and compared now and then."""
 
 from lit_fused.heads.adapters import peft_model, transformers_model
 from lit_fused.heads.model_state import evaluation_mode

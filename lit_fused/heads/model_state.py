@@ -172,6 +172,7 @@ def without_trace(model: nn.Module) -> Iterator[ModelState]:
     """Run a model eagerly in a block, and give back what a forward pass changes: random numbers, the model's buffers
     and attributes, and its parts (BigBird replaces its attention for good when it gets few tokens)."""
     devices = list({p.device for p in model.parameters() if p.is_cuda})
+    # NumPy's global generator is the one that models draw from, so that is the one to give back.
     state, of_python, of_numpy = ModelState(model), random.getstate(), np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
         try:

@@ -61,7 +61,7 @@ def empty_cache_for(model: PreTrainedModel | None) -> EmptyCache | None:
         return None
     cache, batch = EmptyCache(), probe_batch(model, 2)
     try:
-        with probing(model), torch.compiler.set_stance("force_eager"):
+        with probing(model):
             usual, beside = (model(**batch, **more).logits for more in ({}, {"past_key_values": cache}))
     except Exception:  # The model needs more than token ids, or a cache of its own kind, and raises what it likes.
         return None
