@@ -70,6 +70,11 @@ class Sharded(Placement):
         return self.strategy.device_mesh
 
     @property
+    def shards(self) -> DeviceMesh:
+        """The ranks that parameters are sharded over."""
+        return self.mesh["data_parallel"]
+
+    @property
     def tensor_mesh(self) -> DeviceMesh | None:
         """The ranks that compute every token together; None where each rank computes its own."""
         names = self.mesh.mesh_dim_names or ()
@@ -96,7 +101,7 @@ class Sharded(Placement):
             check_plan(model, ranks.size(), training=training)
 
     def _divide(self, model: LanguageModel) -> None:
-        tensor, data = self.tensor_mesh, self.mesh["data_parallel"]
+        tensor, data = self.tensor_mesh, self.shards
         if tensor is not None and not is_distributed(model):
             divide(model, tensor, self.strategy.root_device)
         if (data.size() > 1 or tensor is None) and not isinstance(model, FSDPModule):
