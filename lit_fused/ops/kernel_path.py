@@ -334,6 +334,8 @@ def with_padded_gradient(weight: Tensor) -> Tensor:
 class GradientSums:
     """The gradients while they are summed up, and the exchange of the hidden states' between ranks."""
 
+    has_begun = False  # The weight's has numbers: what comes is added, else written.
+
     def __init__(self, inputs: Inputs, call: HeadCall, weight_dtype: torch.dtype) -> None:
         """Allocate the gradients that are wanted: the bias' is zero, the others are uninitialised."""
         hidden_ND, weight_VD = inputs.hidden_ND, inputs.weight_VD
@@ -350,6 +352,11 @@ class GradientSums:
         elif call.wanted.weight:
             self.weight_VD = torch.empty_like(weight_VD, dtype=weight_dtype)
         self.bias_V = weight_VD.new_zeros(len(weight_VD), dtype=call.result_dtype) if call.wanted.bias else None
+
+    def begin_with_zeros(self) -> None:
+        if self.weight_VD is not None:
+            self.weight_VD.zero_()
+        self.has_begun = True
 
     def exchange(self, rows_of_hidden_CD: Tensor) -> None:
         """Start to sum finished rows of the hidden states' gradient over the ranks."""
