@@ -37,7 +37,7 @@ from .label_checks import IGNORE_INDEX, check_token_weights
 from .logits.rows_of_ranks import PartialRows, combine
 from .logits.rows_torch import Chunk, TorchRows, logits_of_entries
 from .operators import empty_gradients, empty_rows, gradient_shapes, one_graph_break, operator
-from .options import LossOptions, chunk_rows, chunks
+from .options import LossOptions, chunks
 from .products import Products, padded, with_aligned_rows
 from .triton_available import kernels_can_be_built
 from .vocabulary_parallel import VocabularyShard
@@ -92,8 +92,8 @@ def linear_cross_entropy(
         float32_accumulation: sum the gradient of a bfloat16 weight in float32, which needs V x D x 4 bytes instead of
             V x D x 2. None does so for more than 24 chunks, and where the logits are rounded to half precision.
         logits_budget_mib: size of a chunk in MiB, which sets its number of rows C: at least 256, and else at most half
-            of the tokens. None is 32 on a CPU, and on a GPU a hundredth of its memory, at least 448 (and no more
-            with ``shard``).
+            of the tokens. None is 32 on a CPU, and on a GPU a fiftieth of its memory, at least 448 (and no more with
+            ``shard``), but no more than 2816 rows or 2^22 / D.
         chunk_size: the rows C themselves, instead of a budget; rounded up to a multiple of 128.
         token_weights: (...) a factor on each token's loss, without a gradient of its own; the mean is divided by the
             sum of the valid tokens'. Classes have weights ``w`` (V,) by ``w[targets.clamp(min=0)]``.
@@ -325,7 +325,7 @@ class LogitsPath(KernelPath):
     def _chunk_rows(self, tokens: int, weight_VD: Tensor, call: HeadCall) -> int:
         """Return the rows of a chunk, which all ranks have to share."""
         largest = max(len(weight_VD), 1) if call.shard is None else call.shard.largest
-        return chunk_rows(tokens, padded(largest) * weight_VD.itemsize, call.budget_mib, call.options.chunk_size)
+        return call.chunk_rows(tokens, padded(largest) * weight_VD.itemsize)
 
     def _forward_chunks(
         self,

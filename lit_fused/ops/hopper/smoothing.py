@@ -1,4 +1,4 @@
-"""Label smoothing for ``hopper_path``: two products of one vector, in place of a uniform term in every logit's gradient.
+"""Label smoothing for ``hopper_path``: products of single vectors in place of a term in every logit's gradient.
 
 With smoothing e, a token's loss is ``nll + e (logit[target] - mean(logits))``. The mean of ``scale * h W^T + b`` over
 the vocabulary is ``scale * h . mean(W) + mean(b)``, so that what the plain loss lacks is
