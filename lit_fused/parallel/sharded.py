@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch
-from lit_fused.models.compilation import closed_blocks
+from lit_fused.models.blocks import closed_blocks
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.parallel.collectives import check_same_batch
 from lit_fused.parallel.placement import Placement, has_towers

@@ -21,7 +21,8 @@ ROOMS = {
     "objectives": ("ops heads losses", "torch"),
     "metrics": ("losses", "torch torchmetrics"),
     "models": ("ops heads losses", "torch transformers lightning liger_kernel huggingface_hub peft"),
-    "integrations": ("ops heads losses models", "torch transformers lightning"),
+    "memory": ("ops heads models", "torch transformers lightning"),
+    "integrations": ("ops heads losses models memory", "torch transformers lightning"),
     "parallel": ("ops heads losses metrics models", "torch transformers lightning lightning_utilities"),
     "export": ("heads models", "torch transformers"),
     "training": (
