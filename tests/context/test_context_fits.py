@@ -161,7 +161,7 @@ def refused(case: str, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_what_divided_rows_would_change_is_refused_by_name(tmp_path):
+def test_what_cannot_be_divided_exactly_is_refused_by_name(tmp_path):
     found = each(refused, 2, REFUSED, tmp_path)
     wrong = {case: found[case] for case in REFUSED if not isinstance(found[case], Refusal)}
     assert not wrong
