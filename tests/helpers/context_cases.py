@@ -11,7 +11,6 @@ from torch import Tensor
 from lit_fused import LanguageModel, MaskedLanguageModel
 from lit_fused.context.divided_forward import DividedForward
 from lit_fused.context.exchange import Ranks
-from lit_fused.context.undivided_rows import check_undivided
 from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss
 
 # name -> (the tiny model of tiny_models, changes to its configuration)
@@ -96,7 +95,6 @@ def error(case: tuple[str, str], length: int = 19) -> float:
         model.loss = CrossEntropyLoss()
     model.prepare(torch.device("cpu"))
     forward = DividedForward(model, group)
-    check_undivided(model, forward)
     truth = sums_and_gradients(model, model, batch)
     found = sums_and_gradients(model, forward, batch)
     for tensor in found.values():
