@@ -4,8 +4,9 @@
     python benchmarks/whole_step.py --model qwen3_1_7b --rows 4 --length 4096 --precision bf16-true
     python benchmarks/whole_step.py --cells train.py "train.py strategy=ddp trainer.devices=2"
 
-A cell is a loop by hand (``HAND``), transformers' Trainer with a fused model ("Trainer", "Trainer compile=none"), or
-train.py with overrides. Each is a process of its own, all of them in turns; of
+A cell is a loop by hand (``HAND``), transformers' Trainer with a fused model ("Trainer", "Trainer compile=none", or
+with its arguments, "Trainer dataloader_num_workers=2") or without ("Trainer fuse=false"), or train.py with overrides.
+Each is a process of its own, all of them in turns; of
 a cell the median of its turns is shown. Tokens per second are of all steps after the first ones, of all devices;
 they are divided by those of as many devices of the first cell. Rows are of one device. Data are random tokens.
 """
@@ -90,13 +91,17 @@ def by_hand(options: argparse.Namespace) -> dict[str, float]:
 
 
 def by_trainer(options: argparse.Namespace) -> dict[str, float]:
-    """Train a fused model in transformers' Trainer, which logs each step."""
+    """Train in transformers' Trainer, which logs every ten steps, as train.py."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
+    words = dict(word.split("=", 1) for word in options.cell.split()[1:])
+    compiled, fused = words.pop("compile", "auto"), words.pop("fuse", "true") == "true"
+    given = {name: json.loads(value) for name, value in words.items()}
     model = instantiate(composed(options.model))
     lit_fused.materialize(model)
     half = options.precision == "bf16-true"
-    model = lit_fused.fuse(model.bfloat16() if half else model, compile="none" if "none" in options.cell else "auto")
+    model = model.bfloat16() if half else model
+    model = lit_fused.fuse(model, compile=compiled) if fused else model
     times: list[float] = []
 
     class Clock(TrainerCallback):
@@ -111,7 +116,7 @@ def by_trainer(options: argparse.Namespace) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(
             folder, per_device_train_batch_size=options.rows, max_steps=options.steps, learning_rate=1e-3,
-            logging_steps=1, bf16=not half, save_strategy="no", report_to="none", disable_tqdm=True,
+            logging_steps=10, bf16=not half, save_strategy="no", report_to="none", disable_tqdm=True, **given,
         )  # fmt: skip
         data: Any = [{"input_ids": row, "labels": row} for row in tokens]
         with contextlib.redirect_stdout(sys.stderr):  # The last line of the output is the result.

@@ -51,6 +51,7 @@ class FilteredLogits(LogitsPath):
         hidden_ND, weight_VD, bias_V, targets_N = inputs
         kept_GV, exact_tail_GV, mass_N, exact_N = saved
         sums = LogitsSums(inputs, call, self.kernels)
+        sums.begin_with_zeros()
         call_of_columns = replace(call, wanted=call.wanted._replace(hidden=False))
         # The targets of rows that are exact alone need not be among the kept columns.
         columns_N = own_columns(inputs.targets_N, inputs, call).masked_fill(exact_N, len(weight_VD))

@@ -1,10 +1,9 @@
 """Exact linear cross-entropy, one chunk of tokens at a time: our own head, and the project's default.
 
-The logits of a token are needed only while its loss is computed. So the logits of a chunk are computed into one buffer,
-turned into losses and into their own gradient, and two more matrix products carry that gradient to hidden states and
-weight. All of it happens in *forward*, where the logits are; backward scales by the incoming scalar. That is 6NDV
-operations, the minimum of an exact head, and the memory of one chunk and of the gradients, which wait for backward.
-``recompute=True`` keeps two numbers per token instead, and computes the logits again in backward (8NDV);
+The logits of a chunk are computed into one buffer, turned into losses and into their own gradient, and two more matrix
+products carry that gradient to hidden states and weight. All of it happens in *forward*; backward scales by the
+incoming scalar. That is 6NDV operations, the minimum of an exact head, and the memory of one chunk and of the
+gradients. ``recompute=True`` keeps two numbers per token instead, and computes the logits again in backward (8NDV);
 ``reduction="none"`` always does, because each token's incoming gradient is known only there.
 
 N tokens, C chunk, D hidden, V vocabulary.
@@ -38,7 +37,7 @@ from .label_checks import IGNORE_INDEX, check_token_weights
 from .logits.rows_of_ranks import PartialRows, combine
 from .logits.rows_torch import Chunk, TorchRows, logits_of_entries
 from .operators import empty_gradients, empty_rows, gradient_shapes, one_graph_break, operator
-from .options import LossOptions, chunk_rows, chunks
+from .options import LossOptions, chunks
 from .products import Products, padded, with_aligned_rows
 from .triton_available import kernels_can_be_built
 from .vocabulary_parallel import VocabularyShard
@@ -93,8 +92,8 @@ def linear_cross_entropy(
         float32_accumulation: sum the gradient of a bfloat16 weight in float32, which needs V x D x 4 bytes instead of
             V x D x 2. None does so for more than 24 chunks, and where the logits are rounded to half precision.
         logits_budget_mib: size of a chunk in MiB, which sets its number of rows C: at least 256, and else at most half
-            of the tokens. None is 32 on a CPU, and on a GPU a hundredth of its memory, at least 448 (and no more
-            with ``shard``).
+            of the tokens. None is 32 on a CPU, and on a GPU a fiftieth of its memory, at least 448 (and no more with
+            ``shard``), but no more than 2816 rows or 2^22 / D.
         chunk_size: the rows C themselves, instead of a budget; rounded up to a multiple of 128.
         token_weights: (...) a factor on each token's loss, without a gradient of its own; the mean is divided by the
             sum of the valid tokens'. Classes have weights ``w`` (V,) by ``w[targets.clamp(min=0)]``.
@@ -276,7 +275,7 @@ _backward_operator = operator("linear_cross_entropy_backward", 8, _backward, gra
 def exact_path(hidden_ND: Tensor, weight_VD: Tensor, call: HeadCall) -> KernelPath:
     """Return the exact path for these tensors: Hopper's where it can run, on at least one row."""
     if hidden_ND.is_cuda and len(hidden_ND) and hopper_path.supports(hidden_ND, weight_VD, call):
-        return narrow_path.NarrowPath() if narrow_path.computes(hidden_ND) else hopper_path.HopperPath()
+        return narrow_path.NarrowPath() if narrow_path.computes(hidden_ND, call) else hopper_path.HopperPath()
     return LogitsPath(row_kernels(hidden_ND))
 
 
@@ -326,7 +325,7 @@ class LogitsPath(KernelPath):
     def _chunk_rows(self, tokens: int, weight_VD: Tensor, call: HeadCall) -> int:
         """Return the rows of a chunk, which all ranks have to share."""
         largest = max(len(weight_VD), 1) if call.shard is None else call.shard.largest
-        return chunk_rows(tokens, padded(largest) * weight_VD.itemsize, call.budget_mib, call.options.chunk_size)
+        return call.chunk_rows(tokens, padded(largest) * weight_VD.itemsize)
 
     def _forward_chunks(
         self,
@@ -352,8 +351,7 @@ class LogitsPath(KernelPath):
         self, chunk: Chunk, results: RowResults, write_gradient: bool, factor_C: Tensor | None
     ) -> None:
         """Do what ``forward_rows`` does for this rank's columns of the products."""
-        rows, width = chunk.products_CV.shape
-        shard = chunk.call.shard
+        (rows, width), shard = chunk.products_CV.shape, chunk.call.shard
         assert shard is not None
         own = chunk._replace(targets_C=shard.local(chunk.targets_C, width))
         partial = PartialRows.empty(rows, results.loss.dtype, results.loss.device)
@@ -380,8 +378,6 @@ class LogitsSums(GradientSums):
         rounded = call.options.float32_accumulation is False and call.compute_dtype == torch.bfloat16
         super().__init__(inputs, call, call.compute_dtype if rounded else call.result_dtype)
         self.kernels = kernels
-        if self.weight_VD is not None:
-            self.weight_VD.zero_()
 
     def add(self, chunk: slice, dlogits_CV: Tensor) -> None:
         if self.hidden_ND is not None:
@@ -389,7 +385,9 @@ class LogitsSums(GradientSums):
             if self.group is not None:
                 self.exchange(self.hidden_ND[chunk])
         if self.weight_VD is not None:
-            self.kernels.multiply_add(dlogits_CV.T, self.inputs.hidden_ND[chunk], self.weight_VD)
+            add = self.kernels.multiply_add if self.has_begun else self.kernels.multiply
+            add(dlogits_CV.T, self.inputs.hidden_ND[chunk], self.weight_VD)
+        self.has_begun = True
         if self.bias_V is not None:
             self.bias_V.add_(dlogits_CV.sum(0, dtype=self.bias_V.dtype))
 
@@ -397,4 +395,6 @@ class LogitsSums(GradientSums):
         """Return the gradients; the bias' is divided by the scale, as the bias is added to scaled products."""
         if self.bias_V is not None:
             self.bias_V.div_(self.scale)
+        if not self.has_begun:  # no token counts
+            self.begin_with_zeros()
         return super().finish()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .label_checks import IGNORE_INDEX, check_inputs
-from .options import LossOptions, budget_mib
+from .options import LossOptions, budget_mib, chunk_rows, enough_rows
 from .vocabulary_parallel import VocabularyShard
 
 
@@ -52,6 +52,7 @@ class HeadCall:
         vocabulary: entries of all ranks together, over which label smoothing spreads.
         weight_dtype: of the weight as the caller has it; autocast casts it to ``compute_dtype``.
         budget_mib: the size of a chunk.
+        enough_rows: of a chunk; None where a budget was chosen.
     """
 
     options: LossOptions
@@ -68,6 +69,7 @@ class HeadCall:
     vocabulary: int = 0
     weight_dtype: torch.dtype = torch.float32
     budget_mib: float = 0.0
+    enough_rows: int | None = None
 
     @classmethod
     def here(
@@ -98,6 +100,11 @@ class HeadCall:
         # where small ones would be lost.
         self.gradients_in_forward = any(self.wanted) and not self.options.recompute and not self.per_token
         self.factor_in_forward = self.gradients_in_forward and self.compute_dtype != torch.float16
+
+    def chunk_rows(self, tokens: int, row_bytes: float, **more: int) -> int:
+        """Return the rows of a chunk whose logits are stored."""
+        options = self.options
+        return chunk_rows(tokens, row_bytes, self.budget_mib, options.chunk_size, enough=self.enough_rows, **more)
 
     def in_places(self, gradients: Iterable[Tensor]) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden states, weight and bias, None where it is not wanted."""
@@ -261,7 +268,9 @@ class Rows:
             targets = targets.masked_fill(targets == call.ignore_index, IGNORE_INDEX)
         self.call = call = copy(call)
         call.vocabulary, call.weight_dtype = vocabulary, weight.dtype
-        call.budget_mib = call.options.logits_budget_mib or budget_mib(hidden_states.device, call.shard)
+        chosen, device = call.options.logits_budget_mib, hidden_states.device
+        call.budget_mib = chosen or budget_mib(device, call.shard)
+        call.enough_rows = None if chosen else enough_rows(weight.shape[1], device)
         # Kernels write to addresses that are multiples of 16 bytes.
         call.padded_gradient = hasattr(weight, _PADDED) and weight.shape[1] % 8 == 0
         hidden_ND = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
@@ -334,6 +343,8 @@ def with_padded_gradient(weight: Tensor) -> Tensor:
 class GradientSums:
     """The gradients while they are summed up, and the exchange of the hidden states' between ranks."""
 
+    has_begun = False  # The weight's has numbers: what comes is added, else written.
+
     def __init__(self, inputs: Inputs, call: HeadCall, weight_dtype: torch.dtype) -> None:
         """Allocate the gradients that are wanted: the bias' is zero, the others are uninitialised."""
         hidden_ND, weight_VD = inputs.hidden_ND, inputs.weight_VD
@@ -350,6 +361,11 @@ class GradientSums:
         elif call.wanted.weight:
             self.weight_VD = torch.empty_like(weight_VD, dtype=weight_dtype)
         self.bias_V = weight_VD.new_zeros(len(weight_VD), dtype=call.result_dtype) if call.wanted.bias else None
+
+    def begin_with_zeros(self) -> None:
+        if self.weight_VD is not None:
+            self.weight_VD.zero_()
+        self.has_begun = True
 
     def exchange(self, rows_of_hidden_CD: Tensor) -> None:
         """Start to sum finished rows of the hidden states' gradient over the ranks."""

@@ -35,7 +35,11 @@ TILE_ROWS = 128
 
 CPU_BUDGET_MIB = 32.0  # A CPU is as fast with small chunks as with large ones.
 LEAST_GPU_BUDGET_MIB = 448.0
-_GPU_SHARE = 0.01  # of a GPU's memory; docs/evidence/head.md compares it with smaller budgets
+_GPU_SHARE = 0.02  # of a GPU's memory
+
+# Rows of a chunk on a GPU that are as fast as any more, to 1 % at ten shapes (docs/evidence/head.md): the product with
+# the weight, (C, D), fills the multiprocessors with tiles, and the gradient of the weight is read and written seldom.
+_ENOUGH_NUMBERS, _ENOUGH_ROWS = 2**22, 2816
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,16 @@ def gpu_budget_mib(memory_mib: float) -> float:
     return max(_GPU_SHARE * memory_mib, LEAST_GPU_BUDGET_MIB)
 
 
+def enough_rows(hidden_size: int, device: torch.device) -> int | None:
+    """Return the rows of a chunk that are enough where nobody has chosen."""
+    return None if device.type == "cpu" else gpu_enough_rows(hidden_size)
+
+
+def gpu_enough_rows(hidden_size: int) -> int:
+    """Return the rows of a chunk that are enough for a GPU."""
+    return max(-(-_ENOUGH_NUMBERS // hidden_size), _ENOUGH_ROWS)
+
+
 def chunk_rows(
     tokens: int,
     row_bytes: float,
@@ -119,14 +133,17 @@ def chunk_rows(
     tile: int = TILE_ROWS,
     least: int = MIN_CHUNK_ROWS,
     parts: int = 2,
+    enough: int | None = None,
 ) -> int:
     """Return the rows of a chunk of any head: as many as fit the budget, at most a part of the tokens (whose last tile
-    may be partly filled), and never fewer than ``least``; in whole tiles, and evened out. Or, in tiles of 128 rows,
-    ``chunk_size``."""
+    may be partly filled), no more than are ``enough``, and never fewer than ``least``; in whole tiles, and evened out.
+    Or, in tiles of 128 rows, ``chunk_size``."""
     if chunk_size is not None:
         return -(-max(min(chunk_size, tokens), 1) // TILE_ROWS) * TILE_ROWS
     part = -(-tokens // (parts * tile)) * tile
-    rows = max(min(int(budget_mib * 2**20 / max(row_bytes, 1)), part) // tile * tile, least)
+    fitting = min(int(budget_mib * 2**20 / max(row_bytes, 1)), part)
+    fitting = fitting if enough is None else min(fitting, -(-enough // tile) * tile)
+    rows = max(fitting // tile * tile, least)
     count = max(-(-tokens // rows), 1)
     return max(-(-tokens // (count * tile)) * tile, least)
 

@@ -26,7 +26,10 @@ def padded(columns: int) -> int:
 
 def with_aligned_rows(like: Tensor, rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
     """Return an uninitialised matrix whose rows are padded in memory."""
-    return like.new_empty(rows, padded(columns), dtype=dtype)[:, :columns]
+    matrix = like.new_empty(rows, padded(columns), dtype=dtype)
+    if matrix.is_cpu:  # oneDNN's bfloat16 products multiply the padding by zero: it must not be NaN.
+        matrix[:, columns:] = 0
+    return matrix[:, :columns]
 
 
 def _aligned(matrix: Tensor, dim: int) -> int:

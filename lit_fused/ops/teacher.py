@@ -33,7 +33,7 @@ from .label_checks import IGNORE_INDEX, check_inputs
 from .logits.divergence_rows import Divergence, DivergenceRows, Pair, RowSums
 from .logits.rows_torch import Chunk
 from .operators import one_graph_break
-from .options import LossOptions, chunk_rows
+from .options import LossOptions
 from .products import padded
 from .user_error import UserError
 from .vocabulary_parallel import VocabularyShard
@@ -190,7 +190,7 @@ class DistilledPath(LogitsPath):
         tokens, ours, theirs = len(inputs.hidden_ND), inputs.weight_VD, self.teacher.weight_VD
         largest = max(len(ours), 1) if call.shard is None else call.shard.largest
         row_bytes = padded(largest) * (ours.itemsize + theirs.itemsize)
-        size = chunk_rows(tokens, row_bytes, call.budget_mib, call.options.chunk_size)
+        size = call.chunk_rows(tokens, row_bytes)
         everything = slice(0, tokens)
         students = self._products(inputs.hidden_ND, ours, everything, size)
         teachers = self._products(self.teacher.hidden_ND, theirs, everything, size)

@@ -66,7 +66,7 @@ def heads_of(gpu: GPU, ledger: MemoryLedger) -> Iterator[None]:
 
     def exact_path(hidden_ND: Tensor, weight_VD: Tensor, call: HeadCall) -> KernelPath:
         if gpu.capability[0] == 9 and hopper_path.computes(hidden_ND, call):
-            narrow = narrow_path.computes(hidden_ND)
+            narrow = narrow_path.computes(hidden_ND, call)
             return (narrow_path.NarrowPath if narrow else hopper_path.HopperPath)(NoKernels())
         return cross_entropy.LogitsPath(NoKernels())
 
@@ -75,6 +75,9 @@ def heads_of(gpu: GPU, ledger: MemoryLedger) -> Iterator[None]:
 
     def budget_mib(*_: Any) -> float:
         return options.gpu_budget_mib(gpu.memory_mib)
+
+    def enough_rows(hidden_size: int, _: torch.device) -> int:
+        return options.gpu_enough_rows(hidden_size)
 
     def indices_of(valid_N: Tensor) -> Tensor:
         return torch.arange(len(valid_N))  # All may be valid.
@@ -87,6 +90,7 @@ def heads_of(gpu: GPU, ledger: MemoryLedger) -> Iterator[None]:
             (cross_entropy, exact_path),
             (cross_entropy, row_kernels),
             (kernel_path, budget_mib),
+            (kernel_path, enough_rows),
             (kernel_path, indices_of),
         ):
             patches.enter_context(mock.patch.object(room, function.__name__, function))

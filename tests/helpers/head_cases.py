@@ -22,6 +22,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "scale": {"scale": 0.3},
     "label_smoothing": {"label_smoothing": 0.1},
     "z_loss": {"z_loss": 1e-2},
+    "smoothed": {"bias": True, "scale": 1.7, "label_smoothing": 0.1, "z_loss": 1e-2},
     "token_weights": {"bias": True, "token_weights": True},
     "everything": {"bias": True, "softcap": 2.0, "scale": 1.7, "label_smoothing": 0.1, "z_loss": 1e-2},
 }

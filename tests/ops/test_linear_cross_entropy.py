@@ -115,6 +115,20 @@ def test_in_lower_precision_errors_are_at_most_twice_those_of_the_upcast_standar
         assert error(mine, exact) <= 2 * error(theirs, exact) + 4 * epsilon
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("way", [{}, {"reduction": "sum"}, {"recompute": True}], ids=str)
+def test_what_lay_in_memory_before_is_in_no_result(way, dtype):
+    tensors, targets = make(d=64, v=501, dtype=dtype)
+    expected = run(linear_cross_entropy, tensors, targets, logits_budget_mib=1e-6, **way)
+    torch.use_deterministic_algorithms(True)  # fills what is allocated and not written with NaN
+    try:
+        found = run(linear_cross_entropy, tensors, targets, logits_budget_mib=1e-6, **way)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for mine, same in zip((found[0], *found[2]), (expected[0], *expected[2]), strict=True):
+        assert torch.equal(mine, same)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_float32_tensors_under_autocast_give_the_gradients_of_the_autocast_standard(dtype):
     tensors, targets = make(d=64, v=501, dtype=torch.float32)

@@ -51,18 +51,21 @@ def kernels_on_cpu(monkeypatch):
 
 
 def features(way: str):
-    """The options that a way has: without label smoothing for Hopper's, which leave it to ``logits``."""
+    """The options that a way has: without label smoothing where ``logits`` smooths."""
+    has_all = {
+        name: way == "logits" or (way == "hopper" and "softcap" not in options) for name, options in FEATURES.items()
+    }
     return {
-        name: {k: v for k, v in options.items() if way == "logits" or k != "label_smoothing"}
+        name: {k: v for k, v in options.items() if has_all[name] or k != "label_smoothing"}
         for name, options in FEATURES.items()
-        if way == "logits" or name != "label_smoothing"
+        if has_all[name] or name != "label_smoothing"
     }
 
 
 # A case takes the interpreter some seconds: each option is met with one reduction, all of them together with each.
 REDUCTIONS = [("mean", False), ("sum", True), ("none", False)]
 QUICK = {
-    "hopper": [("everything", "mean"), ("token_weights", "none")],
+    "hopper": [("everything", "mean"), ("smoothed", "none"), ("token_weights", "none")],
     "narrow": [("everything", "mean")],
     "logits": [("everything", "none")],
 }

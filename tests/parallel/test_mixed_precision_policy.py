@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from lit_fused import LanguageModel, LinearCrossEntropyLoss
 from lit_fused.errors import UserError
-from lit_fused.models.compilation import blocks
+from lit_fused.models.blocks import blocks
 from lit_fused.parallel import FSDP2Strategy
 from lit_fused.parallel.checkpoint import read_checkpoint
 from lit_fused.parallel.sharded import Sharded, stay_gathered

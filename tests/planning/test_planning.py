@@ -124,10 +124,11 @@ def test_checkpointing_takes_the_memory_of_one_layer_at_a_time():
 
 
 @pytest.mark.parametrize(
-    ("memory_gib", "chunk_mib"), [(0, 448), (24, 448), (80, 819.2), (141, 1443.84)], ids=lambda value: str(value)
+    ("size", "memory_gib", "chunk_mib"),
+    [(136, 0, 448), (136, 24, 491), (136, 80, 1638), (136, 141, 2048), (1600, 80, 704), (1600, 141, 704)],
 )
-def test_a_chunk_is_a_hundredth_of_the_memory_of_a_gpu(memory_gib, chunk_mib):
-    tokens, size, vocabulary = 16_384, 136, 131_072  # no chunk is stored for a hidden size of up to 128
+def test_a_chunk_is_what_a_gpu_is_fast_with_and_at_most_a_fiftieth_of_its_memory(size, memory_gib, chunk_mib):
+    tokens, vocabulary = 16_384, 131_072  # no chunk is stored for a hidden size of up to 128
     with FakeTensorMode(), MemoryLedger(vocabulary) as ledger:
         hidden, weight = (torch.zeros(n, size, dtype=torch.bfloat16, requires_grad=True) for n in (tokens, vocabulary))
         before = sum(ledger.live.values())

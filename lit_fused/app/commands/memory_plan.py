@@ -149,8 +149,8 @@ def _left_out(cfg: DictConfig, options: lit_fused.PlanOptions) -> list[str]:
         "sharded: gathered weights are an estimate (docs/memory.md)": spread.shards > 1,
         "compiled: what a compiler allocates is an estimate (docs/memory.md)": "torch_compile" in impl or compiled,
         "compile=auto: planned without; on a GPU compiled layers take less": cfg.get("compile") == "auto",
-        f"loss.logits_budget_mib: planned as {LEAST_GPU_BUDGET_MIB:.0f}; by default a hundredth of the GPU's memory if "
-        "that is more: give plan.memory_gib": "logits_budget_mib" in cfg.loss and not sized,
+        f"loss.logits_budget_mib: planned as {LEAST_GPU_BUDGET_MIB:.0f}; by default up to a fiftieth of the GPU's "
+        "memory: give plan.memory_gib": "logits_budget_mib" in cfg.loss and not sized,
         "trainer.strategy.reshard_after_forward: planned as true; by default false where layers are a fortieth of the "
         "GPU's memory: give plan.memory_gib": spread.whole_units is None and not options.device_gib,
         "loss=torch_native: planned from its source, and compared with no measurement": "torch_native" in impl,

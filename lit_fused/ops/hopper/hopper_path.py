@@ -18,6 +18,8 @@ takes its own maximum instead, and the row is brought to one shift afterwards: n
 Where the vocabulary is divided over ranks, a rank's part of a row is one more tile: three numbers per token are
 exchanged, and the logit of the target, which one rank has.
 
+Label smoothing adds e (logit[target] - mean(logits)) to a token's loss, which is linear in the logits: ``smoothing``.
+
 This file, ``hopper_rows`` and ``numerators`` allocate, the kernels write: without kernels the path still allocates what
 it does on a GPU.
 
@@ -49,6 +51,7 @@ from ..triton_available import kernels_can_be_built
 from ..vocabulary_parallel import VocabularyShard
 from .hopper_rows import GROUP_TILES, MAX_EXCESS, ExactRows, PartialSums, RowFactors, empty_float32
 from .numerators import Numerators, RowSums, rows_of_chunk
+from .smoothing import Smoothing
 
 # dW in bfloat16 is rounded once per chunk. For up to this many its error is below that of the standard head, which
 # rounds its logits; for more, sums are kept in float32.
@@ -74,7 +77,7 @@ def computes(hidden_ND: Tensor, call: HeadCall) -> bool:
     """Return whether the path has the call's dtype, options and shape."""
     return (
         call.compute_dtype == torch.bfloat16
-        and call.options.label_smoothing == 0  # its gradient is not zero where p is
+        and (call.options.label_smoothing == 0 or call.options.softcap is None)  # a cap's mean logit is no product
         and len(hidden_ND) > 0
         and hidden_ND.shape[1] % 8 == 0
     )
@@ -111,12 +114,15 @@ class HopperPath(KernelPath):
     def forward(self, inputs: Inputs, factor_N: Tensor | None, call: HeadCall) -> ForwardResult:
         own = own_part(inputs, call.shard)
         results = RowResults.zeros(len(inputs.targets_N), inputs.hidden_ND.device, call)
+        smoothing = Smoothing.of(inputs, own, factor_N, call)
         if call.gradients_in_forward:
-            numerators, sums = self._gradients_begun(inputs, own, call)
+            numerators, sums = self._gradients_begun(inputs, own, call, smoothing)
         else:
             numerators, sums = Numerators(own, call, self.kernels, ROWS_WITHOUT_GRADIENT, stored=False), None
         factors = RowFactors.empty(inputs.hidden_ND)
         for chunk, *_ in self._forward_chunks(inputs, own, numerators, factor_N, results, factors, call):
+            if smoothing is not None:
+                smoothing.add_to(results, factors, chunk)
             if sums is not None:
                 if call.shard is not None:
                     factors.of(chunk).target_N.mul_(own.targets_N[chunk] >= 0)  # the rank with the entry has the term
@@ -128,7 +134,8 @@ class HopperPath(KernelPath):
         and r is the row's factor; where rows have weights, they are the logits' gradient itself, and r is one."""
         own = own_part(inputs, call.shard)
         shift_N, factors = known_factors(inputs.targets_N, own.targets_N, known, call)
-        numerators, sums = self._gradients_begun(inputs, own, call)
+        smoothing = Smoothing.of(inputs, own, known.factor_N, call)
+        numerators, sums = self._gradients_begun(inputs, own, call, smoothing)
         chosen, weights = known.chosen, known.weights
         for chunk in numerators.chunks():
             of_chunk = [numbers_N[chunk] for numbers_N in weights]
@@ -149,10 +156,12 @@ class HopperPath(KernelPath):
             dist.all_reduce(logits_NK, group=call.shard.group)
         return logits_NK.mul_(math.log(2))
 
-    def _gradients_begun(self, inputs: Inputs, own: Inputs, call: HeadCall) -> tuple[Numerators, "ChunkSums"]:
+    def _gradients_begun(
+        self, inputs: Inputs, own: Inputs, call: HeadCall, smoothing: Smoothing | None
+    ) -> tuple[Numerators, "ChunkSums"]:
         """Return where the numerators of each chunk will be stored, and the gradients to which they are carried."""
         rows = self._chunk_rows(inputs, call)
-        sums = ChunkSums(own, call, self.kernels, additions=-(-len(own.hidden_ND) // rows))
+        sums = ChunkSums(own, call, self.kernels, -(-len(own.hidden_ND) // rows), smoothing)
         return Numerators(own, call, self.kernels, rows, stored=True), sums
 
     def _chunk_rows(self, inputs: Inputs, call: HeadCall) -> int:
@@ -231,12 +240,12 @@ def _of_all_ranks(partial: PartialSums, target_logits_C: Tensor, shard: Vocabula
 def known_factors(targets_N: Tensor, columns_N: Tensor, known: KnownRows, call: HeadCall) -> tuple[Tensor, RowFactors]:
     """Return the shift, in units of log 2, and the factors of rows whose log-sum-exp is known."""
     lse_N, nll_N, factor_N, gradient, _ = known
-    z_loss, softcap = call.options.z_loss, call.options.softcap
+    z_loss, softcap, smoothing = call.options.z_loss, call.options.softcap, call.options.label_smoothing
     ignored_N = targets_N < 0
     shift_N = (lse_N / math.log(2)).masked_fill_(ignored_N, 1e30)  # an ignored row's numerators are zero
     p_N, others_N = torch.exp(-nll_N), -torch.expm1(-nll_N)
     if gradient is None:
-        row_N, target_N = 1 + 2 * z_loss * lse_N, others_N - 2 * z_loss * lse_N * p_N
+        row_N, target_N = 1 + 2 * z_loss * lse_N, others_N - 2 * z_loss * lse_N * p_N - smoothing
     else:  # minus p (base + slope log p) + target, without cancellation where p is nearly one
         assert gradient.base_N is not None
         row_N = torch.ones_like(lse_N) if known.weights else gradient.base_N
@@ -282,6 +291,15 @@ class HopperSums(GradientSums):
 class ChunkSums(HopperSums):
     """Carries each chunk's numerators to the gradients."""
 
+    def __init__(
+        self, own: Inputs, call: HeadCall, kernels: Any, additions: int, smoothing: Smoothing | None = None
+    ) -> None:
+        super().__init__(own, call, kernels, additions + (smoothing is not None))
+        self.smoothing = smoothing
+        if smoothing is not None:
+            exact_FD = None if self.frequent is None else self.frequent.sums_FD
+            smoothing.begin(own.hidden_ND, self.scale, self.weight_VD, exact_FD, self.bias_V)
+
     def add(self, chunk: slice, numerators: Numerators, factors: RowFactors) -> None:
         (hidden_ND, weight_VD, _, targets_N), of_chunk = self.inputs, factors.of(chunk)
         numerators_CV, rows = numerators.numerators_CV, chunk.stop - chunk.start
@@ -295,14 +313,18 @@ class ChunkSums(HopperSums):
             if self.hidden_ND is not None and not len(scaled_CD):
                 scaled_CD = self.hidden_ND[chunk]
             self.kernels.scale_rows(hidden_ND[chunk], of_chunk.row_N, self.scale, scaled_CD)
-            add = self.kernels.multiply if chunk.start == 0 else self.kernels.multiply_add
+            is_first = chunk.start == 0 and self.smoothing is None
+            add = self.kernels.multiply if is_first else self.kernels.multiply_add
             if self.frequent is not None:
                 of_frequent_CF = numerators_CV.index_select(1, self.frequent.rows_F)
                 add(of_frequent_CF.T, scaled_CD, self.frequent.sums_FD)
             add(numerators_CV.T, scaled_CD, self.weight_VD)
         if self.hidden_ND is not None:
             out_CD = self.hidden_ND[chunk]
-            self.kernels.finish_hidden(product_CD, weight_VD, targets_N[chunk], of_chunk, self.scale, out_CD)
+            less = None if self.smoothing is None else self.smoothing.of_hidden(chunk)
+            self.kernels.finish_hidden(
+                product_CD, weight_VD, targets_N[chunk], of_chunk, self.scale, out_CD, dropped=less
+            )
             self.exchange(out_CD)
 
     def _in_whole_waves(self, rows: int) -> list[slice]:

@@ -29,10 +29,10 @@ LARGEST_HIDDEN = 128
 LONGEST_SUM, MOST_TOKENS = 2**17, 2**18
 
 
-def computes(hidden_ND: Tensor) -> bool:
-    """Return whether the path has the shape."""
+def computes(hidden_ND: Tensor, call: HeadCall) -> bool:
+    """Return whether the path has the shape, and the options."""
     tokens, hidden_size = hidden_ND.shape
-    return hidden_size <= LARGEST_HIDDEN and tokens <= MOST_TOKENS
+    return not call.options.label_smoothing and hidden_size <= LARGEST_HIDDEN and tokens <= MOST_TOKENS
 
 
 class NarrowPath(HopperPath):

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..kernel_path import HeadCall, Inputs
-from ..options import TILE_ROWS, chunk_rows, chunks
+from ..options import TILE_ROWS, chunks
 from ..products import padded, with_aligned_rows
 from .hopper_rows import PartialSums, empty_float32, tiles_of
 
@@ -20,7 +20,7 @@ def rows_of_chunk(tokens: int, hidden_size: int, vocabulary: int, call: HeadCall
     itemsize, kinds = call.compute_dtype.itemsize, 2 + has_dots(call) + call.top1
     product_and_input = hidden_size * (4 * call.wanted.hidden + itemsize * scales(call))
     row_bytes = itemsize * padded(vocabulary) + 4 * kinds * tiles_of(vocabulary) + product_and_input + 4
-    return chunk_rows(tokens, row_bytes, call.budget_mib, call.options.chunk_size, tile=tile)
+    return call.chunk_rows(tokens, row_bytes, tile=tile)
 
 
 def has_dots(call: HeadCall) -> bool:
