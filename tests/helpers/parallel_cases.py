@@ -47,6 +47,10 @@ STRATEGIES: dict[str, tuple[int, int, Callable[[], Any]]] = {
     "fsdp2": (2, 2, lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)),
     "our_fsdp2": (2, 2, lambda: FSDP2Strategy(2, 1)),
     "fsdp2_kept": (2, 2, lambda: FSDP2Strategy(2, 1, reshard_after_forward=False)),
+    "fsdp2_policy": (2, 2, lambda: FSDP2Strategy(2, 1, mixed_precision_policy=True)),
+    "fsdp2_policy_late": (2, 2, lambda: FSDP2Strategy(2, reduce_every_micro_batch=False, mixed_precision_policy=True)),
+    "tp_policy": (2, 1, lambda: FSDP2Strategy(1, 2, mixed_precision_policy=True)),
+    "fsdp2_tp_policy": (4, 2, lambda: FSDP2Strategy(2, 2, mixed_precision_policy=True)),
     "tp": (2, 1, lambda: ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)),
     "our_tp": (2, 1, lambda: FSDP2Strategy(1, 2)),
     "tp_unlike": (2, 2, lambda: FSDP2Strategy(1, 2)),  # ranks of one group that get different batches
