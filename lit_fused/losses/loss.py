@@ -46,7 +46,7 @@ class Forward(Protocol):
     def hidden_states(self, batch: Batch) -> tuple[Tensor, Head, Tensor | None]: ...  # (B, T, D), auxiliary loss
     def logits(self, batch: Batch) -> tuple[Tensor, Tensor | None]: ...  # (B, T, V), and the auxiliary loss or None
 
-    # Where ranks divide rows, all of these have t of their T positions.
+    # Each of these has t of a row's T positions where ranks divide rows, else all of them.
     def whole_rows(self, numbers: Tensor, batch: Batch) -> Tensor: ...  # (B, T, ...) of (B, t, ...), with gradients
     def own_positions(self, numbers: Tensor) -> Tensor: ...  # (B, t, ...) of (B, T, ...)
 

@@ -26,6 +26,8 @@ FITS = [
     Case("context", "qwen3", "standard"),
     Case("context", "gemma2"),
     Case("context", "masked_modernbert"),
+    Case("context", "gemma2", precision="bf16-mixed"),
+    Case("context_policy", "llama", precision="bf16-mixed"),
     Case("context_of_one", "qwen3"),
 ]
 

@@ -57,6 +57,7 @@ STRATEGIES: dict[str, tuple[int, int, Callable[[], Any]]] = {
     "fsdp2_tp": (4, 2, lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)),
     "context": (2, 1, lambda: ContextStrategy(2)),
     "fsdp2_context": (4, 2, lambda: ContextStrategy(2)),
+    "context_policy": (2, 1, lambda: ContextStrategy(reshard_after_forward=False, mixed_precision_policy=True)),
     "context_of_one": (2, 2, lambda: ContextStrategy(1)),
     "pp": (2, 1, lambda: PipelineStrategy(2)),
     "pp_gpipe": (2, 1, lambda: PipelineStrategy(2, schedule="GPipe", microbatches=2)),
