@@ -129,6 +129,21 @@ def test_more_layers_keep_nothing_more_on_the_device_and_their_inputs_on_the_hos
     assert found[6][1] == 3 * found[2][1] == 6 * batch["input_ids"].numel() * 32
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+def test_recomputing_changes_what_is_kept_and_nothing_else(at_once: bool, monkeypatch: Any) -> None:
+    plain, model = (
+        lit_fused.from_config(tiny_model("llama", num_hidden_layers=4).config, at_once=at_once) for _ in "ab"
+    )
+    lit_fused.reduce_memory(model, checkpointing="recompute")
+    batch = padded_batch()
+    for each in (plain, model):
+        lit_fused.materialize(each)
+    usual, kept = (kept_on_device(each, batch, monkeypatch)[0] for each in (plain, model))
+    assert kept < usual / 2
+    expected = step(plain, batch)[1]
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in step(model, batch)[1].items())
+
+
 def test_chunks_alone_keep_what_goes_into_an_mlp_and_nothing_of_its_inside(monkeypatch):
     batch, found = padded_batch(), {}
     for size in (64, 64 * 9):

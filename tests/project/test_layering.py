@@ -26,7 +26,7 @@ ROOMS = {
     "parallel": ("ops heads losses metrics models", "torch transformers lightning lightning_utilities"),
     "export": ("heads models", "torch transformers"),
     "training": (
-        "ops heads losses objectives metrics models parallel export",
+        "ops heads losses objectives metrics models memory parallel export",
         "torch transformers lightning safetensors",
     ),
     "planning": (
