@@ -24,7 +24,7 @@ def test_a_run_with_memory_long_is_resumed_with_any_other_memory(tmp_path):
     assert "The MLPs of 1 of 1 layers compute in chunks of tokens" in first.plain
     going_on = train(tmp_path, "ckpt_path=run", "trainer.max_steps=3", "memory=none", "hydra.run.dir=more")
     assert going_on.status == 0, going_on.output
-    assert json.loads((tmp_path / "more" / "summary.json").read_text())["step"] == 3
+    assert json.loads((tmp_path / "more" / "summary.json").read_text())["steps"] == 3
 
 
 def wrong(cases: list[Case], folder: Any) -> dict[str, str]:

@@ -30,7 +30,7 @@ ROOMS = {
         "torch transformers lightning safetensors",
     ),
     "planning": (
-        "ops heads losses models integrations parallel training",
+        "ops heads losses models memory integrations parallel training",
         "torch transformers lightning lightning_utilities",
     ),
     "callbacks": ("ops losses models parallel training export", "torch transformers lightning rich"),
