@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lit_fused.app.restore import load
     from lit_fused.callbacks import PeakMemoryMonitor
+    from lit_fused.context import ContextStrategy
     from lit_fused.errors import UserError
     from lit_fused.heads import identify_head
     from lit_fused.integrations.fuse import fuse, unfuse

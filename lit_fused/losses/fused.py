@@ -65,6 +65,7 @@ class LinearCrossEntropyLoss(Loss):
 
     inputs = (WEIGHTS,)
     replaces_own = True
+    divides_rows = True
 
     def __init__(
         self,
@@ -261,6 +262,12 @@ class _Given:
 
     def logits(self, batch: Batch) -> tuple[Tensor, None]:
         return self.output[1].logits(self.output[0]), None
+
+    def whole_rows(self, numbers: Tensor, batch: Batch) -> Tensor:
+        return numbers
+
+    def own_positions(self, numbers: Tensor) -> Tensor:
+        return numbers
 
 
 def token_losses(model: Forward, batch: Batch) -> Tensor:

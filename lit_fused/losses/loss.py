@@ -46,6 +46,10 @@ class Forward(Protocol):
     def hidden_states(self, batch: Batch) -> tuple[Tensor, Head, Tensor | None]: ...  # (B, T, D), auxiliary loss
     def logits(self, batch: Batch) -> tuple[Tensor, Tensor | None]: ...  # (B, T, V), and the auxiliary loss or None
 
+    # Each of these has t of a row's T positions where ranks divide rows, else all of them.
+    def whole_rows(self, numbers: Tensor, batch: Batch) -> Tensor: ...  # (B, T, ...) of (B, t, ...), with gradients
+    def own_positions(self, numbers: Tensor) -> Tensor: ...  # (B, t, ...) of (B, T, ...)
+
 
 class Loss:
     """A loss of a forward pass. It owns no parameters. A subclass writes :meth:`compute`, and what else differs.
@@ -63,6 +67,7 @@ class Loss:
     rows_together = 1  # successive rows of a batch that belong together, as a pair does
     replaces_own = False  # it takes the place of the model's own loss, but for options that are asked for
     builds_logits: bool | None = False  # of all tokens at once; None if it cannot know
+    divides_rows = False  # sums over parts of each row add up to those of whole rows
     divides_vocabulary = True  # it can take an output layer that is divided over ranks
 
     def prepare(self, model: Any, device: torch.device) -> None: ...

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lit_fused.errors import UserError
-from lit_fused.losses.loss import Batch, LossOutput
+from lit_fused.losses.loss import Batch, Forward, LossOutput
 from lit_fused.models.compilation import check_compile, in_one_piece
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.load import is_deferred, materialize, ordinary_defaults
@@ -61,6 +61,11 @@ class Placement:
     def data_parallel_group(self) -> dist.ProcessGroup | None:
         """The ranks that train on different data; None for all ranks."""
         return None
+
+    @property
+    def averaged_ranks(self) -> int:
+        """Number of ranks whose gradients the strategy averages; each of them has different tokens."""
+        return self.data_parallel_size
 
     def set_up(self, model: LanguageModel, *, training: bool, compile: str) -> None:
         """Refuse what cannot work, by a UserError, then give the strategy our plugins for precision and checkpoints.
@@ -147,6 +152,10 @@ class Placement:
         """
         return compute_loss(batch)
 
+    def forward_pass(self, model: LanguageModel) -> Forward:
+        """Return what a loss asks for numbers of a batch, within the model's forward."""
+        return model
+
     def evaluate(self, model: LanguageModel, batch: Batch) -> LossOutput:
         """Return the sums of a batch, of training unless :meth:`run` does it itself, and of evaluation."""
         return model(batch)
@@ -182,7 +191,7 @@ class Placement:
 
     def sum_over_data(self, tensor: Tensor) -> Tensor:
         """Return the sum over the ranks that train on different data, the same on all of them."""
-        if self.data_parallel_size > 1:  # Lightning's own collectives wait for every rank, this one runs on the GPU
+        if self.averaged_ranks > 1:  # Lightning's own collectives wait for every rank, this one runs on the GPU
             tensor = tensor.clone()
             dist.all_reduce(tensor, group=self.data_parallel_group)
         return tensor

@@ -24,6 +24,7 @@ from lit_fused import (
     ModelInternalLoss,
     reduce_memory,
 )
+from lit_fused.context import ContextStrategy
 from lit_fused.filtered import Filtered
 from lit_fused.parallel import FSDP2Strategy, ReplicatedStrategy
 from lit_fused.pipeline import PipelineStrategy
@@ -47,10 +48,18 @@ STRATEGIES: dict[str, tuple[int, int, Callable[[], Any]]] = {
     "fsdp2": (2, 2, lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)),
     "our_fsdp2": (2, 2, lambda: FSDP2Strategy(2, 1)),
     "fsdp2_kept": (2, 2, lambda: FSDP2Strategy(2, 1, reshard_after_forward=False)),
+    "fsdp2_policy": (2, 2, lambda: FSDP2Strategy(2, 1, mixed_precision_policy=True)),
+    "fsdp2_policy_late": (2, 2, lambda: FSDP2Strategy(2, reduce_every_micro_batch=False, mixed_precision_policy=True)),
+    "tp_policy": (2, 1, lambda: FSDP2Strategy(1, 2, mixed_precision_policy=True)),
+    "fsdp2_tp_policy": (4, 2, lambda: FSDP2Strategy(2, 2, mixed_precision_policy=True)),
     "tp": (2, 1, lambda: ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)),
     "our_tp": (2, 1, lambda: FSDP2Strategy(1, 2)),
     "tp_unlike": (2, 2, lambda: FSDP2Strategy(1, 2)),  # ranks of one group that get different batches
     "fsdp2_tp": (4, 2, lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)),
+    "context": (2, 1, lambda: ContextStrategy(2)),
+    "fsdp2_context": (4, 2, lambda: ContextStrategy(2)),
+    "context_policy": (2, 1, lambda: ContextStrategy(reshard_after_forward=False, mixed_precision_policy=True)),
+    "context_of_one": (2, 2, lambda: ContextStrategy(1)),
     "pp": (2, 1, lambda: PipelineStrategy(2)),
     "pp_gpipe": (2, 1, lambda: PipelineStrategy(2, schedule="GPipe", microbatches=2)),
     "pp_interleaved": (2, 1, lambda: PipelineStrategy(2, schedule="Interleaved1F1B", microbatches=2)),

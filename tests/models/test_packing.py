@@ -390,6 +390,17 @@ def test_weights_that_close_a_path_for_now_do_not_hide_it_and_stay_as_they_are(c
         assert parameter.grad is None
 
 
+def test_the_first_packed_batch_under_autocast_is_trained_with_the_models_own_weights():
+    batch = row(16, 16)
+    losses = []
+    for _ in range(2):  # The experiment is made in the first pass, within the autocast of a training step.
+        model = LanguageModel(tiny_model("llama"), LinearCrossEntropyLoss())
+        model.packing = "positions" if losses else None
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(model(batch).loss)
+    assert losses[0].item() == losses[1].item()
+
+
 def test_a_mask_of_ones_beside_documents_of_one_row_is_refused_with_the_first_batch():
     """Beside a mask, transformers does not look for documents."""
     model = LanguageModel(sharpen(tiny_model("llama")), LinearCrossEntropyLoss())
@@ -423,7 +434,7 @@ def test_the_lists_of_models_in_the_docs_are_those_of_this_code_and_this_transfo
 def test_under_every_strategy_documents_are_apart_or_all_ranks_refuse(tmp_path):
     words = "does not keep documents in one row apart"
     cases = {
-        "packed_llama": dict.fromkeys(("ddp", "our_fsdp2", "our_tp", "pp"), ""),
+        "packed_llama": dict.fromkeys(("ddp", "our_fsdp2", "fsdp2_kept", "our_tp", "pp"), ""),
         "packed_gpt_oss": {"our_fsdp2": "", "pp": words},
         "packed_mamba": dict.fromkeys(("ddp", "our_fsdp2"), words),
     }
