@@ -72,14 +72,16 @@ def _kept_on_host(layer: OffloadedLayer, *args: Any, **kwargs: Any) -> Any:
     args = tuple(None if isinstance(value, Cache) else value for value in args)
     kwargs = {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
     hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-    storage = hidden.untyped_storage()
+    storages, shape = [hidden.untyped_storage()], hidden.shape
 
     def pack(tensor: Tensor) -> Tensor | Kept:
-        is_input = tensor.untyped_storage() is storage and tensor.shape == hidden.shape
+        is_input = any(tensor.untyped_storage() is each for each in storages) and tensor.shape == shape
         return layer.inputs.keep(tensor, layer.count) if is_input else tensor
 
     def unpack(kept: Tensor | Kept) -> Tensor:
         return layer.inputs.give(kept) if isinstance(kept, Kept) else kept
 
     with saved_tensors_hooks(pack, unpack):
-        return layer.inside(*args, **kwargs)
+        out = layer.inside(*args, **kwargs)
+    storages.clear()  # Autograd has the hooks until backward, and with them what they refer to.
+    return out
