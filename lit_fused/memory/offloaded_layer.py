@@ -31,9 +31,7 @@ class OffloadedLayer:
         self.inside = CheckpointedLayer(layer)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self.layer.training and torch.is_grad_enabled()):
-            return own_forward(self.layer)(*args, **kwargs)
-        return _kept_on_host(self, *args, **kwargs)
+        return _kept_on_host(self, *args, **kwargs) if _is_trained(self.layer) else self.inside(*args, **kwargs)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -41,7 +39,7 @@ class OffloadedLayer:
 
 
 class CheckpointedLayer(nn.Module):
-    """Computes a layer again in backward. It is no part of the model, whose names stay as they are."""
+    """Computes a layer that is trained again in backward. It is no part of the model, whose names stay as they are."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -49,10 +47,16 @@ class CheckpointedLayer(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         own = own_forward(self.layer)
+        if not _is_trained(self.layer):
+            return own(*args, **kwargs)
         if not args:  # What is checkpointed has to be given by position.
             hidden = kwargs.pop("hidden_states")
             return checkpoint(partial(_by_name, own, kwargs), hidden, use_reentrant=False)
         return checkpoint(partial(own, **kwargs), *args, use_reentrant=False)
+
+
+def _is_trained(layer: nn.Module) -> bool:
+    return layer.training and torch.is_grad_enabled()
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
