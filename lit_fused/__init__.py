@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lit_fused.app.restore import load
     from lit_fused.callbacks import PeakMemoryMonitor
+    from lit_fused.context import ContextStrategy
     from lit_fused.errors import UserError
     from lit_fused.heads import identify_head
     from lit_fused.integrations.fuse import fuse, unfuse
     from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, LossOutput, ModelInternalLoss
+    from lit_fused.memory import reduce_memory
     from lit_fused.models.item_encoders import BidirectionalItems, SASRec
     from lit_fused.models.language_model import LanguageModel
     from lit_fused.models.load import from_config, from_pretrained, materialize

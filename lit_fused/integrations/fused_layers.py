@@ -13,7 +13,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from lit_fused.integrations.fused_pass import FusedPass
-from lit_fused.models.compilation import blocks, compile_backbone, in_one_piece, take_back
+from lit_fused.memory import is_offloaded
+from lit_fused.models.blocks import blocks
+from lit_fused.models.compilation import compile_backbone, in_one_piece, take_back
 from lit_fused.ops.backends import compiler_missing
 
 
@@ -66,7 +68,9 @@ def _against(model: FusedPass) -> str | None:
         return "this was never tested under DeepSpeed's ZeRO 3"
     if _is_tensor_parallel(inner):
         return "this was never tested under the tensor parallelism of transformers"
-    replaced = [part for layer in layers for part in layer.modules() if "forward" in vars(part)]
+    replaced = [
+        part for layer in layers for part in layer.modules() if "forward" in vars(part) and not is_offloaded(part)
+    ]
     if replaced:  # as Liger does, and Accelerate's offloading
         return f"another library has replaced the forward of their {type(replaced[0]).__name__}"
     missing = compiler_missing(inner.device)  # type: ignore[arg-type]

@@ -65,6 +65,7 @@ class LinearCrossEntropyLoss(Loss):
 
     inputs = (WEIGHTS,)
     replaces_own = True
+    divides_rows = True
 
     def __init__(
         self,

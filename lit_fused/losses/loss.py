@@ -63,6 +63,7 @@ class Loss:
     rows_together = 1  # successive rows of a batch that belong together, as a pair does
     replaces_own = False  # it takes the place of the model's own loss, but for options that are asked for
     builds_logits: bool | None = False  # of all tokens at once; None if it cannot know
+    divides_rows = False  # sums over parts of each row add up to those of whole rows
     divides_vocabulary = True  # it can take an output layer that is divided over ranks
 
     def prepare(self, model: Any, device: torch.device) -> None: ...

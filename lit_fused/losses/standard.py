@@ -23,6 +23,7 @@ class CrossEntropyLoss(Loss):
     inputs = (WEIGHTS,)
     replaces_own = True
     builds_logits = True
+    divides_rows = True
 
     def __init__(self, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> None:
         LossOptions(label_smoothing=label_smoothing, z_loss=z_loss)  # checks them

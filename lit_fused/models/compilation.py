@@ -1,4 +1,4 @@
-"""The blocks of a model, and ``torch.compile`` of them or of all. No parameter and no name of one changes.
+"""``torch.compile`` of the blocks of a model, or of all of it. No parameter and no name of one changes.
 
 Compiling each layer (``regional``) costs one compilation for all that are alike, and composes with FSDP2. Compiling the
 whole backbone (``whole``) can fuse a little more, but takes many times as long to begin.
@@ -13,42 +13,14 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lit_fused.errors import UserError
+from lit_fused.models.blocks import blocks, part_to_compile
 from lit_fused.models.documents_attention import takes_its_place
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.backends import compiler_missing
 
 COMPILE = ("none", "auto", "regional", "whole")
-
-
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks: transformers' layers, or the entries of a model's outermost ``nn.ModuleList``s, of
-    lists in a list those of the inner ones. A layer of transformers may have others inside."""
-    found: list[nn.Module] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for child in () if found else model.children():
-        is_entry = isinstance(model, nn.ModuleList) and not isinstance(child, nn.ModuleList)
-        found += [child] if is_entry else blocks(child)
-    return found
-
-
-def closed_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks that share no weight and no part with weights with anything outside, but for those inside of
-    another such block."""
-    users: dict[int, set[int]] = {}
-    for module in model.modules():
-        for part in (*module.children(), *module.parameters(recurse=False)):
-            users.setdefault(id(part), set()).add(id(module))
-    closed: list[nn.Module] = []
-    nested: set[int] = set()
-    for block in blocks(model):  # Outer ones come before those inside of them.
-        inside = {id(module) for module in block.modules()}
-        parts = [part for part in block.modules() if part is not block and any(True for _ in part.parameters())]
-        if id(block) not in nested and all(users[id(part)] <= inside for part in (*parts, *block.parameters())):
-            closed.append(block)
-            nested |= inside
-    return closed
 
 
 def check_compile(model: LanguageModel, how: str, device: torch.device) -> None:
@@ -75,7 +47,7 @@ def compile_backbone(model: LanguageModel, how: str, is_eager: Callable[[], bool
     the errors of all other compiled code of the process as well, and of layers that are compiled later.) Layers run
     without compilation in calls for which ``is_eager()`` is true.
     """
-    parts = {"none": [], "whole": [model.backbone]}.get(how, blocks(model.backbone))
+    parts = {"none": [], "whole": [model.backbone]}.get(how, [part_to_compile(b) for b in blocks(model.backbone)])
     if how == "whole":
         takes_its_place(model.transformers_model)
     for part in parts:

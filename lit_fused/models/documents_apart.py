@@ -83,7 +83,7 @@ def find(model: Any, positions: Tensor, forms: Iterable[Form]) -> Form | UserErr
         for form in forms:
             model.packing = form
             try:
-                with _noise_in(model.backbone):
+                with noise_in(model.backbone):
                     with_noise = seen_by_loss(packed)[0]
                 seen = seen_by_loss(packed)[0], seen_by_loss(alone)[0]
                 fault = difference(*seen, model.backbone, with_noise)
@@ -117,7 +117,7 @@ def experiment(length: int, vocabulary: int, device: torch.device) -> tuple[dict
 
 
 @contextmanager
-def _noise_in(model: nn.Module) -> Iterator[None]:
+def noise_in(model: nn.Module) -> Iterator[None]:
     """Add noise to every parameter in a block, the same on all ranks: to a matrix as much as keeps the size of its
     inputs, to others a tenth. Their numbers come back from copies in the CPU's memory."""
     parameters = [p.data for p in model.parameters() if p.is_floating_point() and type(p) in PLAIN_WEIGHTS]
@@ -127,11 +127,13 @@ def _noise_in(model: nn.Module) -> Iterator[None]:
         generator = torch.Generator(part.device).manual_seed(seed)
         noise = torch.randn(part.shape, generator=generator, device=part.device, dtype=torch.float32)
         part += noise * (p.shape[-1] ** -0.5 if p.ndim > 1 else 0.1)
+    torch.clear_autocast_cache()  # It has copies of the weights in half precision, and does not see that they change.
     try:
         yield
     finally:
         for part, numbers in zip(parts, saved, strict=True):
             part.copy_(numbers)
+        torch.clear_autocast_cache()
 
 
 def difference(packed: Tensor, alone: Tensor, model: nn.Module, with_noise: Tensor | None = None) -> str | None:
@@ -140,12 +142,7 @@ def difference(packed: Tensor, alone: Tensor, model: nn.Module, with_noise: Tens
     ``model`` has given hidden states or logits of the batches of :func:`experiment`: (4, T, D) and (1, n, D); and of
     the first of them ``with_noise``, from which nothing is concluded if it is not finite.
     """
-    kind = packed.device.type
-    autocast = torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if autocast else next(model.parameters()).dtype
-    if getattr(model, "is_loaded_in_4bit", False):  # Its layers compute in bfloat16, whatever its parameters are.
-        dtype = torch.bfloat16
-    error = rounding(dtype, packed.device)
+    error = rounding(model, packed.device)
     for seen in (packed,) if with_noise is None or not with_noise.isfinite().all() else (packed, with_noise):
         second, other, again = seen[:3, _SHORT:].float()
         size = second.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
@@ -171,7 +168,12 @@ def refusal(name: str, fault: str, otherwise: str = "") -> UserError:
     )
 
 
-def rounding(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the relative error of one product: TF32's where torch may use it, else the dtype's."""
+def rounding(model: nn.Module, device: torch.device) -> float:
+    """Return the relative error of one product of a model: TF32's where torch may use it, else its dtype's. Call it in
+    the precision's context."""
+    autocast = torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if autocast else next(model.parameters()).dtype
+    if getattr(model, "is_loaded_in_4bit", False):  # Its layers compute in bfloat16, whatever its parameters are.
+        dtype = torch.bfloat16
     tf32 = device.type == "cuda" and dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
     return 2**-10 if tf32 else torch.finfo(dtype).eps

@@ -44,6 +44,7 @@ from lit_fused.models.batch_checks import (
     warn_of_unread,
     warn_of_zero_weights,
 )
+from lit_fused.models.blocks import part_to_compile
 from lit_fused.models.checked_slice import spot_check
 from lit_fused.models.documents_apart import Form, is_packed, may_be_packed
 from lit_fused.models.load import is_deferred
@@ -209,7 +210,7 @@ class LanguageModel(nn.Module):
     @property
     def is_compiled(self) -> bool:
         """True if ``torch.compile`` has compiled the backbone or a part of it."""
-        return self.is_compiled_whole or any(m._compiled_call_impl is not None for m in self.modules())
+        return self.is_compiled_whole or any(part_to_compile(m)._compiled_call_impl is not None for m in self.modules())
 
     @property
     def is_compiled_whole(self) -> bool:

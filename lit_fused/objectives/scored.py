@@ -28,6 +28,7 @@ class ScoredLoss(LinearCrossEntropyLoss):
 
     inputs = ()
     replaces_own = False
+    divides_rows = False
     needs_entropy = False
     temperature = 1.0  # divides the logits
 

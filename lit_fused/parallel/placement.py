@@ -62,6 +62,11 @@ class Placement:
         """The ranks that train on different data; None for all ranks."""
         return None
 
+    @property
+    def averaged_ranks(self) -> int:
+        """Number of ranks whose gradients the strategy averages; each of them has different tokens."""
+        return self.data_parallel_size
+
     def set_up(self, model: LanguageModel, *, training: bool, compile: str) -> None:
         """Refuse what cannot work, by a UserError, then give the strategy our plugins for precision and checkpoints.
 
@@ -182,7 +187,7 @@ class Placement:
 
     def sum_over_data(self, tensor: Tensor) -> Tensor:
         """Return the sum over the ranks that train on different data, the same on all of them."""
-        if self.data_parallel_size > 1:  # Lightning's own collectives wait for every rank, this one runs on the GPU
+        if self.averaged_ranks > 1:  # Lightning's own collectives wait for every rank, this one runs on the GPU
             tensor = tensor.clone()
             dist.all_reduce(tensor, group=self.data_parallel_group)
         return tensor

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lit_fused.errors import UserError
 from lit_fused.losses.loss import Batch
-from lit_fused.models.compilation import closed_blocks
+from lit_fused.models.blocks import closed_blocks
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.parallel.collectives import check_same_batch
 from lit_fused.parallel.placement import Placement, has_towers
@@ -70,6 +70,11 @@ class Sharded(Placement):
         return self.strategy.device_mesh
 
     @property
+    def shards(self) -> DeviceMesh:
+        """The ranks that parameters are sharded over."""
+        return self.mesh["data_parallel"]
+
+    @property
     def tensor_mesh(self) -> DeviceMesh | None:
         """The ranks that compute every token together; None where each rank computes its own."""
         names = self.mesh.mesh_dim_names or ()
@@ -96,7 +101,7 @@ class Sharded(Placement):
             check_plan(model, ranks.size(), training=training)
 
     def _divide(self, model: LanguageModel) -> None:
-        tensor, data = self.tensor_mesh, self.mesh["data_parallel"]
+        tensor, data = self.tensor_mesh, self.shards
         if tensor is not None and not is_distributed(model):
             divide(model, tensor, self.strategy.root_device)
         if (data.size() > 1 or tensor is None) and not isinstance(model, FSDPModule):

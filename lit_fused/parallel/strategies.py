@@ -33,6 +33,8 @@ class FSDP2Strategy(FolderCheckpoints):
         UserError: in the trainer, if its devices cannot be grouped so.
     """
 
+    groups = "tensor_parallel"  # what the devices of a group share
+
     @checked_options(data_parallel_size=1, tensor_parallel_size=0)
     def __init__(
         self,
@@ -57,15 +59,15 @@ class FSDP2Strategy(FolderCheckpoints):
             wanted = f"data_parallel_size={groups} times " if groups is not None else ""
             raise UserError(
                 f"{self.num_nodes} x {self.num_processes} devices cannot be grouped by {wanted}"
-                f"tensor_parallel_size={size}; choose trainer.devices (times trainer.num_nodes), or "
-                "trainer.strategy.tensor_parallel_size, so that they fit"
+                f"{self.groups}_size={size}; choose trainer.devices (times trainer.num_nodes), or "
+                f"trainer.strategy.{self.groups}_size, so that they fit"
             )
         self.sizes = world // size, size
         super().set_world_ranks()
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        names = ("data_parallel", "tensor_parallel")
+        names = ("data_parallel", self.groups)
         self.mesh = init_device_mesh(self.root_device.type, self.sizes, mesh_dim_names=names)
 
     @contextmanager

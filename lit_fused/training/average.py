@@ -133,7 +133,7 @@ class TokenAverage:
         self.reset()
         self.counted = sums["num_tokens"] if self.counted is None else self.counted + sums["num_tokens"]
         count = sums.pop("num_items") / sums.pop("batches") if "num_items" in sums else sums["num_tokens"]
-        factor = placement.data_parallel_size * LOSS_DIVISOR / count.where(count != 0, 1)
+        factor = placement.averaged_ranks * LOSS_DIVISOR / count.where(count != 0, 1)
         by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
         for gradient in gradients:
             by_dtype[gradient.dtype].append(local(gradient))

@@ -23,6 +23,7 @@ from lit_fused import (
     LinearCrossEntropyLoss,
     ModelInternalLoss,
 )
+from lit_fused.context import ContextStrategy
 from lit_fused.filtered import Filtered
 from lit_fused.parallel import FSDP2Strategy, ReplicatedStrategy
 from lit_fused.pipeline import PipelineStrategy
@@ -50,6 +51,9 @@ STRATEGIES: dict[str, tuple[int, int, Callable[[], Any]]] = {
     "our_tp": (2, 1, lambda: FSDP2Strategy(1, 2)),
     "tp_unlike": (2, 2, lambda: FSDP2Strategy(1, 2)),  # ranks of one group that get different batches
     "fsdp2_tp": (4, 2, lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)),
+    "context": (2, 1, lambda: ContextStrategy(2)),
+    "fsdp2_context": (4, 2, lambda: ContextStrategy(2)),
+    "context_of_one": (2, 2, lambda: ContextStrategy(1)),
     "pp": (2, 1, lambda: PipelineStrategy(2)),
     "pp_gpipe": (2, 1, lambda: PipelineStrategy(2, schedule="GPipe", microbatches=2)),
     "pp_interleaved": (2, 1, lambda: PipelineStrategy(2, schedule="Interleaved1F1B", microbatches=2)),

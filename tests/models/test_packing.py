@@ -390,6 +390,17 @@ def test_weights_that_close_a_path_for_now_do_not_hide_it_and_stay_as_they_are(c
         assert parameter.grad is None
 
 
+def test_the_first_packed_batch_under_autocast_is_trained_with_the_models_own_weights():
+    batch = row(16, 16)
+    losses = []
+    for _ in range(2):  # The experiment is made in the first pass, within the autocast of a training step.
+        model = LanguageModel(tiny_model("llama"), LinearCrossEntropyLoss())
+        model.packing = "positions" if losses else None
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(model(batch).loss)
+    assert losses[0].item() == losses[1].item()
+
+
 def test_a_mask_of_ones_beside_documents_of_one_row_is_refused_with_the_first_batch():
     """Beside a mask, transformers does not look for documents."""
     model = LanguageModel(sharpen(tiny_model("llama")), LinearCrossEntropyLoss())

@@ -16,6 +16,7 @@ from tiny_models import tiny_model
 
 import lit_fused
 from lit_fused import LanguageModel, LinearCrossEntropyLoss, UserError
+from lit_fused.context.context_strategy import Context
 from lit_fused.models.compilation import compile_backbone
 from lit_fused.parallel import FSDP2Strategy, ReplicatedStrategy, placement_of
 from lit_fused.parallel.placement import OneDevice, Replicated
@@ -35,6 +36,7 @@ PACKAGE = Path(lit_fused.__file__).parent
         (ModelParallelStrategy(), Sharded),
         (FSDP2Strategy(), Sharded),
         (PipelineStrategy(2), Pipelined),
+        (lit_fused.ContextStrategy(2), Context),
     ],
 )
 def test_a_strategy_has_one_placement(strategy, kind):

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from vision_cases import tiny
 
 from lit_fused import LanguageModel, LinearCrossEntropyLoss, UserError
-from lit_fused.models.compilation import blocks
+from lit_fused.models.blocks import blocks
 from lit_fused.parallel import sharded
 
 TOKENS = torch.arange(24).view(2, 12)
