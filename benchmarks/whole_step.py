@@ -16,6 +16,7 @@ import contextlib
 import csv
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -26,11 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import lit_fused
+from lit_fused.models.blocks import blocks
 from lit_fused.models.compilation import compile_backbone
 
 ROOT, WARM_UP = Path(__file__).parents[1], 5
@@ -53,18 +57,55 @@ def composed(model: str) -> Any:
         return compose("train", [f"model={model}", "data=synthetic"]).model
 
 
+def backbone_of(options: argparse.Namespace) -> Any:
+    backbone = instantiate(composed(options.model))
+    lit_fused.materialize(backbone)
+    return (backbone.bfloat16() if options.precision == "bf16-true" else backbone).train().cuda()
+
+
 def by_hand(options: argparse.Namespace) -> dict[str, float]:
     """Train as a good loop does: autocast, fused AdamW, layers compiled one by one, the loss read at the end."""
     loss_of, compiled = HAND[options.cell]
-    backbone = instantiate(composed(options.model))
-    lit_fused.materialize(backbone)
-    backbone = backbone.train().cuda()
-    half = options.precision == "bf16-true"
-    backbone = backbone.bfloat16() if half else backbone
+    backbone = backbone_of(options)
     model = lit_fused.LanguageModel(backbone, lit_fused.LinearCrossEntropyLoss())
     model.prepare(torch.device("cuda"))
     compile_backbone(model, compiled)
-    optimizer = torch.optim.AdamW(backbone.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+    def loss(batch: Any) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=options.precision != "bf16-true"):
+            return backbone(**batch).loss if loss_of == "transformers" else model(batch).loss
+
+    seconds = seconds_of_step(options, model, loss, clips="no clipping" not in options.cell)
+    tokens = options.rows * options.length
+    return {"tokens_per_sec": tokens / seconds, "gib": torch.cuda.max_memory_allocated() / 2**30}
+
+
+def by_hand_on_ranks(options: argparse.Namespace) -> dict[str, float]:
+    """Train as :func:`by_hand` in a process of torchrun's, under FSDP2 with bfloat16 copies in place of autocast."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group(device_id=device)
+    model = lit_fused.LanguageModel(backbone_of(options), lit_fused.LinearCrossEntropyLoss())
+    model.prepare(device)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in blocks(model.backbone):
+        fully_shard(layer, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(model, mp_policy=policy)
+    compile_backbone(model, "regional")
+    torch.manual_seed(dist.get_rank())  # Each rank has its own tokens.
+    seconds = seconds_of_step(options, model, lambda batch: model(batch).loss)
+    largest = torch.tensor([seconds, torch.cuda.max_memory_allocated() / 2**30], device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    seconds, gib = largest.tolist()
+    tokens = options.rows * options.length * dist.get_world_size()
+    dist.destroy_process_group()
+    return {"tokens_per_sec": tokens / seconds, "gib": gib}
+
+
+def seconds_of_step(options: argparse.Namespace, model: Any, loss_of: Any, *, clips: bool = True) -> float:
+    """Train on random tokens; return the mean of all steps after the first ones."""
+    parameters = [*model.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     batches = torch.randint(model.vocabulary, (8, options.rows, options.length)).pin_memory()
     losses: list[Tensor] = []
     begin = 0.0
@@ -74,20 +115,17 @@ def by_hand(options: argparse.Namespace) -> dict[str, float]:
             torch.cuda.reset_peak_memory_stats()
             begin = time.perf_counter()
         tokens = batches[step % 8].to("cuda", non_blocking=True)
-        with torch.autocast("cuda", torch.bfloat16, enabled=not half):
-            batch: Any = {"input_ids": tokens, "labels": tokens}
-            loss = backbone(**batch).loss if loss_of == "transformers" else model(batch).loss
+        loss = loss_of({"input_ids": tokens, "labels": tokens})
         loss.backward()
-        if "no clipping" not in options.cell:
-            torch.nn.utils.clip_grad_norm_(backbone.parameters(), 1.0)
+        if clips:
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
     torch.cuda.synchronize()
     seconds = (time.perf_counter() - begin) / (options.steps - WARM_UP)
     assert torch.stack(losses).isfinite().all()
-    tokens_per_step = options.rows * options.length
-    return {"tokens_per_sec": tokens_per_step / seconds, "gib": torch.cuda.max_memory_allocated() / 2**30}
+    return seconds
 
 
 def by_trainer(options: argparse.Namespace) -> dict[str, float]:
@@ -150,7 +188,12 @@ def by_command(options: argparse.Namespace) -> dict[str, float]:
 
 
 def devices_of(cell: str) -> int:
-    return int(next((word.partition("=")[2] for word in cell.split() if word.startswith("trainer.devices=")), "1"))
+    given = (word.removeprefix("trainer.").partition("=") for word in cell.split())
+    return int(next((value for name, _, value in given if name == "devices"), "1"))
+
+
+def is_on_ranks(cell: str) -> bool:
+    return cell.startswith("by hand fsdp2")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -165,14 +208,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cell", help="measure this one in this process, and print it as JSON")
     options = parser.parse_args(arguments)
     if options.cell:
-        ways = {"by": by_hand, "Trainer": by_trainer}
-        print(json.dumps(ways.get(options.cell.split()[0], by_command)(options)))
+        ways = {"by": by_hand_on_ranks if is_on_ranks(options.cell) else by_hand, "Trainer": by_trainer}
+        result = ways.get(options.cell.split()[0], by_command)(options)
+        if os.environ.get("RANK", "0") == "0":
+            print(json.dumps(result))
         return
     found: dict[str, list[dict[str, float]]] = {cell: [] for cell in options.cells}
     own = list(sys.argv[1:] if arguments is None else arguments)
     for turn in range(options.turns):
         for cell in options.cells if turn % 2 == 0 else reversed(options.cells):
-            said = subprocess.run([sys.executable, __file__, *own, "--cell", cell], stdout=subprocess.PIPE, text=True)
+            ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={devices_of(cell)}"]
+            command = [sys.executable, *(ranks if is_on_ranks(cell) else ()), __file__, *own, "--cell", cell]
+            said = subprocess.run(command, stdout=subprocess.PIPE, text=True)
             if said.returncode:
                 sys.exit(f"{cell} failed")
             found[cell].append(json.loads(said.stdout.splitlines()[-1]))

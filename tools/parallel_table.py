@@ -26,6 +26,7 @@ make parallel
 
 Each of {cells} cells trains a tiny model ({models}) for three steps of AdamW with clipping, on two processes of a CPU \
 (four for `fsdp2_tp`, `pp_ddp`, `pp_fsdp2`), four micro-batches a step with ragged labels, some without a label. \
+`fsdp2_policy` is `fsdp2` with `trainer.strategy.mixed_precision_policy=true`. \
 [strategies.json](strategies.json) has every cell.
 
 Each field shows the largest relative errors against float64 among the cells of a strategy: of the first step's \

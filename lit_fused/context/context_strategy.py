@@ -15,11 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lit_fused.context.divided_forward import DividedForward
 from lit_fused.context.exchange import Ranks
-from lit_fused.context.undivided_rows import check_undivided
 from lit_fused.errors import UserError, checked_options
-from lit_fused.losses.loss import Batch, LossOutput
+from lit_fused.losses.loss import Batch, Forward, LossOutput
 from lit_fused.models.language_model import LanguageModel
-from lit_fused.parallel.placement import Placement, has_towers, reshard
+from lit_fused.parallel.placement import Placement, has_towers
 from lit_fused.parallel.sharded import Sharded
 from lit_fused.parallel.strategies import FSDP2Strategy
 
@@ -40,7 +39,7 @@ class ContextStrategy(FSDP2Strategy):
             is as many as there are.
         data_parallel_size: number of such groups, which train on different data; None is as many as the devices make.
         process_group_backend, timeout: as Lightning's.
-        reduce_every_micro_batch, reshard_after_forward: as :class:`FSDP2Strategy`'s.
+        reduce_every_micro_batch, reshard_after_forward, mixed_precision_policy: as :class:`FSDP2Strategy`'s.
 
     Raises:
         UserError: in the trainer, if its devices cannot be grouped so.
@@ -59,6 +58,7 @@ class ContextStrategy(FSDP2Strategy):
         *,
         reduce_every_micro_batch: bool = True,
         reshard_after_forward: bool | None = None,
+        mixed_precision_policy: bool = False,
     ) -> None:
         super().__init__(
             data_parallel_size,
@@ -67,6 +67,7 @@ class ContextStrategy(FSDP2Strategy):
             timeout,
             reduce_every_micro_batch=reduce_every_micro_batch,
             reshard_after_forward=reshard_after_forward,
+            mixed_precision_policy=mixed_precision_policy,
         )
         self.sizes = data_parallel_size, context_parallel_size
         self.shards: DeviceMesh | None = None
@@ -88,7 +89,7 @@ class Context(Sharded):
     def __init__(self, strategy: ContextStrategy) -> None:
         super().__init__(strategy)
         self._ranks: Ranks | None = None
-        self._undivided: set[int] = set()  # models that were found to be the same undivided
+        self._forward_passes: dict[int, DividedForward] = {}
 
     @property
     def ranks(self) -> Ranks:
@@ -121,19 +122,19 @@ class Context(Sharded):
     def _sharers(self) -> tuple[dist.ProcessGroup, str] | None:
         return (self.ranks.group, "ranks of one context-parallel group") if self.ranks.size > 1 else None
 
+    def forward_pass(self, model: LanguageModel) -> Forward:
+        if self.ranks.size == 1:
+            return super().forward_pass(model)
+        return self._forward_passes.setdefault(id(model), DividedForward(model, self.ranks))
+
     def evaluate(self, model: LanguageModel, batch: Batch) -> LossOutput:
-        return super().evaluate(model, batch) if self.ranks.size == 1 else self._run(model, _sums, batch)
+        forward = self.forward_pass(model)
+        return model.run_with(_sums, forward, batch) if isinstance(forward, DividedForward) else model(batch)
 
     def token_losses(self, model: LanguageModel, batch: Batch) -> Tensor:
-        return super().token_losses(model, batch) if self.ranks.size == 1 else self._run(model, _token_losses, batch)
-
-    def _run(self, model: LanguageModel, function: Any, batch: Batch) -> Any:
-        forward = DividedForward(model, self.ranks)
-        if id(model) not in self._undivided:  # The first batch finds it out, on the device and in the precision of all.
-            model.run_with(check_undivided, forward)
-            reshard(model)
-            self._undivided.add(id(model))
-        return model.run_with(function, forward, batch)
+        forward: Any = self.forward_pass(model)
+        is_divided = isinstance(forward, DividedForward)
+        return model.run_with(_token_losses, forward, batch) if is_divided else model.token_losses(batch)
 
 
 ContextStrategy.placement_class = Context

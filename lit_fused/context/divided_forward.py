@@ -3,9 +3,10 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_fused.context.exchange import Ranks
+from lit_fused.context.undivided_rows import check_undivided
 from lit_fused.context.whole_attention import attending
 from lit_fused.errors import UserError
 from lit_fused.losses.fused import token_losses
@@ -25,6 +26,7 @@ class DividedForward:
     def __init__(self, model: LanguageModel, ranks: Ranks) -> None:
         self.model, self.ranks = model, ranks
         self.few_targets = model.few_targets
+        self._is_checked = False
 
     def targets(self, batch: Batch) -> Tensor:
         return self.ranks.targets(self.model.targets(batch), IGNORE_INDEX)
@@ -45,10 +47,23 @@ class DividedForward:
             found = token_losses_of_logits(self.logits(batch)[0], self.targets(batch))
         else:
             found = token_losses(self, batch)
-        return self.ranks.whole(found, labels_of(batch).shape[1])
+        return self.whole_rows(found, batch)
+
+    def whole_rows(self, numbers: Tensor, batch: Batch) -> Tensor:
+        return self.ranks.whole(numbers, labels_of(batch).shape[1])
+
+    def own_positions(self, numbers: Tensor) -> Tensor:
+        return self.ranks.part(numbers)
+
+    @property
+    def backbone(self) -> nn.Module:
+        return self.model.backbone
 
     def _run(self, run: Any, batch: Batch) -> Any:
         model = self.model
+        if not self._is_checked:  # The first batch finds it out, on the device and in the precision of all.
+            self._is_checked = True
+            check_undivided(self)
         if may_be_packed(batch) and model.needs_packing_check(batch):
             model.check_packing(batch)
         inner, length = model.transformers_model, labels_of(batch).shape[1]

@@ -6,28 +6,33 @@ and with padding, before the first batch. The weights get noise meanwhile, as a 
 those that a model starts with.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from lit_fused.context.divided_forward import DividedForward
 from lit_fused.errors import UserError
 from lit_fused.heads.model_state import probing
 from lit_fused.models.documents_apart import noise_in, rounding
 from lit_fused.models.language_model import LanguageModel
 
+if TYPE_CHECKING:
+    from lit_fused.context.divided_forward import DividedForward
+
 _OTHERWISE = "choose strategy=fsdp2, which divides no row"
 
 
 @torch.no_grad()
-def check_undivided(model: LanguageModel, forward: DividedForward) -> None:
+def check_undivided(forward: "DividedForward") -> None:
     """Raise UserError, the same on all ranks, if the hidden states of a divided row are not those of a whole one. Call
     it in the precision's context, where the model's weights are whole."""
+    model = forward.model
     device = next(model.parameters()).device
     with probing(model.backbone):
         with noise_in(model.backbone):
-            fault = _fault(model, forward, device)
+            fault = _fault(forward, device)
         if fault is None:
-            fault = _fault(model, forward, device)
+            fault = _fault(forward, device)
     if fault:
         raise UserError(f"{model.name} is not the same with its rows divided over ranks: {fault}; {_OTHERWISE}")
 
@@ -43,8 +48,9 @@ def _batches(model: LanguageModel, size: int, device: torch.device) -> list[dict
     return [plain, plain | {"attention_mask": mask}]
 
 
-def _fault(model: LanguageModel, forward: DividedForward, device: torch.device) -> str | None:
+def _fault(forward: "DividedForward", device: torch.device) -> str | None:
     """Return what differs, "" for nothing; None if the numbers are not finite."""
+    model = forward.model
     by_logits = model.loss.builds_logits
     undivided, divided = (m.logits if by_logits else m.hidden_states for m in (model, forward))
     for batch in _batches(model, forward.ranks.size, device):

@@ -263,6 +263,12 @@ class _Given:
     def logits(self, batch: Batch) -> tuple[Tensor, None]:
         return self.output[1].logits(self.output[0]), None
 
+    def whole_rows(self, numbers: Tensor, batch: Batch) -> Tensor:
+        return numbers
+
+    def own_positions(self, numbers: Tensor) -> Tensor:
+        return numbers
+
 
 def token_losses(model: Forward, batch: Batch) -> Tensor:
     """Return the negative log-likelihood (B, T), float32, of each target, 0 where ignored, without logits."""

@@ -46,6 +46,10 @@ class Forward(Protocol):
     def hidden_states(self, batch: Batch) -> tuple[Tensor, Head, Tensor | None]: ...  # (B, T, D), auxiliary loss
     def logits(self, batch: Batch) -> tuple[Tensor, Tensor | None]: ...  # (B, T, V), and the auxiliary loss or None
 
+    # Each of these has t of a row's T positions where ranks divide rows, else all of them.
+    def whole_rows(self, numbers: Tensor, batch: Batch) -> Tensor: ...  # (B, T, ...) of (B, t, ...), with gradients
+    def own_positions(self, numbers: Tensor) -> Tensor: ...  # (B, t, ...) of (B, T, ...)
+
 
 class Loss:
     """A loss of a forward pass. It owns no parameters. A subclass writes :meth:`compute`, and what else differs.

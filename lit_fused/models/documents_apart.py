@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
@@ -120,6 +121,7 @@ def experiment(length: int, vocabulary: int, device: torch.device) -> tuple[dict
 def noise_in(model: nn.Module) -> Iterator[None]:
     """Add noise to every parameter in a block, the same on all ranks: to a matrix as much as keeps the size of its
     inputs, to others a tenth. Their numbers come back from copies in the CPU's memory."""
+    _drop_copies(model)
     parameters = [p.data for p in model.parameters() if p.is_floating_point() and type(p) in PLAIN_WEIGHTS]
     parts = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
     saved = [part.to("cpu", copy=True) for part in parts]
@@ -127,13 +129,22 @@ def noise_in(model: nn.Module) -> Iterator[None]:
         generator = torch.Generator(part.device).manual_seed(seed)
         noise = torch.randn(part.shape, generator=generator, device=part.device, dtype=torch.float32)
         part += noise * (p.shape[-1] ** -0.5 if p.ndim > 1 else 0.1)
-    torch.clear_autocast_cache()  # It has copies of the weights in half precision, and does not see that they change.
+    _drop_copies(model)
     try:
         yield
     finally:
         for part, numbers in zip(parts, saved, strict=True):
             part.copy_(numbers)
-        torch.clear_autocast_cache()
+        _drop_copies(model)
+
+
+def _drop_copies(model: nn.Module) -> None:
+    """Free copies of weights, which do not change with them: those that autocast has in half precision, and those that
+    FSDP2 has gathered from ranks."""
+    torch.clear_autocast_cache()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def difference(packed: Tensor, alone: Tensor, model: nn.Module, with_noise: Tensor | None = None) -> str | None:

@@ -97,7 +97,8 @@ class DistillationLoss(ScoredLoss):
         targets = model.targets(batch)
         hidden_states, head, aux_loss = model.hidden_states(batch)
         if self.teacher is None:
-            found = self._from_stored(hidden_states, targets, head, batch)
+            stored = [None if batch.get(name) is None else model.own_positions(batch[name]) for name in STORED]
+            found = self._from_stored(hidden_states, targets, head, stored)
         else:
             with torch.no_grad():
                 teacher = self.teacher(batch)
@@ -122,11 +123,10 @@ class DistillationLoss(ScoredLoss):
         )
         return LossOutput(loss_sum, (targets != IGNORE_INDEX).sum(), stats=stats)
 
-    def _from_stored(self, hidden_states: Tensor, targets: Tensor, head: Head, batch: Batch) -> LossOutput:
+    def _from_stored(self, hidden_states: Tensor, targets: Tensor, head: Head, stored: list[Any]) -> LossOutput:
         of_loss, stats = self.of_loss, {}
-        if batch.get(STORED[0]) is None:
+        if stored[0] is None:
             raise UserError(NO_TEACHER)
-        stored: list[Any] = [batch.get(name) for name in STORED]
         shapes = [None if numbers is None else tuple(numbers.shape) for numbers in stored]
         if shapes != [(*targets.shape, *stored[0].shape[-1:])] * 2 + [tuple(targets.shape)]:
             raise UserError(

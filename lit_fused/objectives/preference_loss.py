@@ -109,7 +109,8 @@ class PreferenceLoss(ScoredLoss):
         self._is_checked = False
 
     def compute(self, model: Forward, batch: Batch) -> LossOutput:
-        targets = model.targets(batch)
+        own = model.targets(batch)
+        targets = model.whole_rows(own, batch)
         desirable = self._desirable(targets, batch)
         reference, kl = None, None
         if self.objective.has_reference:
@@ -118,8 +119,8 @@ class PreferenceLoss(ScoredLoss):
                 kl = self._kl(model, targets, batch, torch.is_grad_enabled())
         self._is_checked = True
         hidden_states, head, aux_loss = model.hidden_states(batch)
-        scores = self.scores(hidden_states, targets, head)
-        policy, counts = per_answer(at_least_float32(scores.log_prob), targets, batch)
+        log_prob = model.whole_rows(self.scores(hidden_states, own, head).log_prob, batch)
+        policy, counts = per_answer(at_least_float32(log_prob), targets, batch)
         output = self.of_answers(policy, reference, counts, desirable, kl)
         return replace(output, aux_loss=aux_loss)
 
@@ -242,10 +243,12 @@ class PreferenceLoss(ScoredLoss):
             )
         exists = per_answer(torch.zeros_like(targets, dtype=torch.float32), targets, batch)[1] > 0
         other = mismatched(batch) if given is None else given
-        targets = model.targets(other)
+        own = model.targets(other)
+        targets = model.whole_rows(own, other)
         self._check_lengths(targets, other)
         hidden_states, head, _ = model.hidden_states(other)
-        policy, counts = per_answer(self.scores(hidden_states, targets, head).log_prob, targets, other)
+        log_prob = model.whole_rows(self.scores(hidden_states, own, head).log_prob, other)
+        policy, counts = per_answer(log_prob, targets, other)
         if stored is None:
             assert self.reference is not None
             reference = per_answer(self.reference(model, other), targets, other)[0]
@@ -322,7 +325,7 @@ def per_answer(log_prob: Tensor, targets: Tensor, batch: Batch) -> tuple[Tensor,
 def log_probs(model: Forward, batch: Batch) -> Tensor:
     """Return the log-probability (B, T) of each target of a batch of preferences."""
     inputs = {name: value for name, value in batch.items() if name not in PreferenceLoss.inputs}
-    return -token_losses(model, inputs)
+    return -model.whole_rows(token_losses(model, inputs), batch)
 
 
 @torch.no_grad()

@@ -28,7 +28,6 @@ class ScoredLoss(LinearCrossEntropyLoss):
 
     inputs = ()
     replaces_own = False
-    divides_rows = False
     needs_entropy = False
     temperature = 1.0  # divides the logits
 
@@ -55,7 +54,9 @@ class ScoredLoss(LinearCrossEntropyLoss):
         targets = model.targets(batch)
         hidden_states, head, aux_loss = model.hidden_states(batch)
         scores = self.scores(hidden_states, targets, head)
-        return replace(self.of_scores(scores, targets, batch), aux_loss=aux_loss)
+        parts: list[Any] = [x if x is None else model.whole_rows(x, batch) for x in scores]
+        whole = TokenScores(*parts)
+        return replace(self.of_scores(whole, model.whole_rows(targets, batch), batch), aux_loss=aux_loss)
 
     def scores(
         self,

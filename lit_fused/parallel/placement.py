@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lit_fused.errors import UserError
-from lit_fused.losses.loss import Batch, LossOutput
+from lit_fused.losses.loss import Batch, Forward, LossOutput
 from lit_fused.models.compilation import check_compile, in_one_piece
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.load import is_deferred, materialize, ordinary_defaults
@@ -151,6 +151,10 @@ class Placement:
         A placement may run forward and backward at once, and return a ``loss_sum`` whose backward gives the gradients.
         """
         return compute_loss(batch)
+
+    def forward_pass(self, model: LanguageModel) -> Forward:
+        """Return what a loss asks for numbers of a batch, within the model's forward."""
+        return model
 
     def evaluate(self, model: LanguageModel, batch: Batch) -> LossOutput:
         """Return the sums of a batch, of training unless :meth:`run` does it itself, and of evaluation."""

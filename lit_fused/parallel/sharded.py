@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from lit_fused.errors import UserError
@@ -21,7 +21,7 @@ from lit_fused.losses.loss import Batch
 from lit_fused.models.blocks import closed_blocks
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.parallel.collectives import check_same_batch
-from lit_fused.parallel.placement import Placement, has_towers
+from lit_fused.parallel.placement import Placement, has_towers, reshard
 from lit_fused.parallel.tensor import check_plan, divide, is_distributed
 
 # Parameters of a unit. For less, the host works longer on gathering and reducing than a GPU on the layers themselves.
@@ -52,11 +52,12 @@ def units(model: LanguageModel) -> list[list[nn.Module]]:
     return grouped
 
 
-def stay_gathered(parts: Sequence[Sequence[nn.Module]], memory: float) -> bool:
+def stay_gathered(parts: Sequence[Sequence[nn.Module]], memory: float, *, in_bfloat16: bool = False) -> bool:
     """Return whether FSDP2 keeps these units gathered until their backward where nobody has chosen: their parameters
-    together are little of a device's memory, in bytes."""
+    together, as they are or as bfloat16 copies, are little of a device's memory, in bytes."""
     tensors = {p: p.to_local() if isinstance(p, DTensor) else p for unit in parts for m in unit for p in m.parameters()}
-    return sum(tensor.nbytes for tensor in tensors.values()) <= _LITTLE * memory
+    most = 2 if in_bfloat16 else 8  # bytes of a number
+    return sum(t.numel() * min(t.itemsize, most) for t in tensors.values()) <= _LITTLE * memory
 
 
 class Sharded(Placement):
@@ -83,6 +84,11 @@ class Sharded(Placement):
         return self.mesh["tensor_parallel"]
 
     @property
+    def computes_in_copies(self) -> bool:
+        """Return whether forward and backward see bfloat16 copies of parameters; Lightning's own never do."""
+        return getattr(self.strategy, "mixed_precision_policy", False)
+
+    @property
     def data_parallel_size(self) -> int:
         return dist.get_world_size(self.data_parallel_group)
 
@@ -90,8 +96,17 @@ class Sharded(Placement):
     def data_parallel_group(self) -> dist.ProcessGroup | None:
         return self.mesh.get_group("data_parallel")  # Every step asks, and mesh["data_parallel"] would make a mesh.
 
+    def set_up(self, model: LanguageModel, *, training: bool, compile: str) -> None:
+        reshard(model)  # An evaluation may have left bfloat16 copies in the places of the root's float32 parameters.
+        super().set_up(model, training=training, compile=compile)
+
     def check(self, model: LanguageModel, *, training: bool, compile: str) -> None:
-        ranks = self.tensor_mesh
+        ranks, precision = self.tensor_mesh, self.strategy.precision_plugin.precision
+        if self.computes_in_copies and precision != "bf16-mixed":
+            raise UserError(
+                "mixed_precision_policy=true computes with bfloat16 copies of float32 parameters, got "
+                f"precision={precision}; choose precision=bf16-mixed, or mixed_precision_policy=false"
+            )
         if ranks is not None:
             check_never_compared(compile)
         elif compile == "whole":
@@ -104,14 +119,18 @@ class Sharded(Placement):
         tensor, data = self.tensor_mesh, self.shards
         if tensor is not None and not is_distributed(model):
             divide(model, tensor, self.strategy.root_device)
-        if (data.size() > 1 or tensor is None) and not isinstance(model, FSDPModule):
+        copies = self.computes_in_copies
+        if (data.size() > 1 or tensor is None or copies) and not isinstance(model, FSDPModule):
             reshards = getattr(self.strategy, "reshard_after_forward", True)  # Lightning's own has no such option.
             parts = units(model)
             if reshards is None:
                 reshards = not self._units_stay_gathered(parts, data.get_group())
+            # No input is cast: bfloat16 would round a batch's weights, ALiBi's biases and OLMo's rotary embedding.
+            half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+            policy = half if copies else MixedPrecisionPolicy()
             for unit in parts:
-                fully_shard(unit, mesh=data, reshard_after_forward=reshards)
-            fully_shard(model, mesh=data)
+                fully_shard(unit, mesh=data, reshard_after_forward=reshards, mp_policy=policy)
+            fully_shard(model, mesh=data, mp_policy=policy)
             # They run forward, too.
             for method in ("prepare", "spot_check", "check_packing", "token_losses", "run_with"):
                 register_fsdp_forward_method(model, method)
@@ -122,7 +141,7 @@ class Sharded(Placement):
         if device.type != "cuda":
             return False
         memory = torch.cuda.get_device_properties(device).total_memory
-        stay = torch.tensor(int(stay_gathered(parts, memory)), device=device)
+        stay = torch.tensor(int(stay_gathered(parts, memory, in_bfloat16=self.computes_in_copies)), device=device)
         dist.all_reduce(stay, dist.ReduceOp.MIN, group=group)
         return bool(stay)
 

@@ -28,9 +28,12 @@ class FSDP2Strategy(FolderCheckpoints):
         reshard_after_forward: free a layer's gathered parameters after its forward, and gather them again for its
             backward. False keeps them until then: a third less communication, and all parameters whole on each rank.
             None is False on GPUs of whose memory the parameters are little, at most a fortieth.
+        mixed_precision_policy: with ``precision="bf16-mixed"``, gather the parameters as bfloat16 copies, in which
+            layers, norms and the residual stream compute, and sum gradients over devices in float32. False gathers them
+            in float32, and autocast alone rounds what a matrix product takes, as on one device.
 
     Raises:
-        UserError: in the trainer, if its devices cannot be grouped so.
+        UserError: in the trainer, if its devices cannot be grouped so, or with a policy and another precision.
     """
 
     groups = "tensor_parallel"  # what the devices of a group share
@@ -45,11 +48,13 @@ class FSDP2Strategy(FolderCheckpoints):
         *,
         reduce_every_micro_batch: bool = True,
         reshard_after_forward: bool | None = None,
+        mixed_precision_policy: bool = False,
     ) -> None:
         super().__init__("auto", "auto", True, process_group_backend, timeout)
         self.sizes: Any = data_parallel_size, tensor_parallel_size
         self.reduce_every_micro_batch = reduce_every_micro_batch
         self.reshard_after_forward = reshard_after_forward
+        self.mixed_precision_policy = mixed_precision_policy
 
     def set_world_ranks(self) -> None:
         # The strategy knows its devices by now, and no process has been started yet.

@@ -293,6 +293,12 @@ class StageForwardPass:
     def hidden_states(self, batch: Any) -> tuple[Tensor, OutputHead, None]:
         return batch["hidden_states"], self.prepare_hidden_states(), None
 
+    def whole_rows(self, numbers: Tensor, batch: Any) -> Tensor:
+        return numbers
+
+    def own_positions(self, numbers: Tensor) -> Tensor:
+        return numbers
+
     def spot_check(self, batch: Any) -> None:
         """Raise UserError for what the model does to its logits, or for its own loss, behind its body."""
         model, decoder = self.model, self.decoder

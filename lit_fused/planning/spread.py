@@ -44,14 +44,14 @@ class Spread:
             return cls(f"ddp on {devices}")
         if isinstance(strategy, DDPStrategy):
             return cls(f"ddp on {devices}", buckets=devices > 1)
-        if isinstance(strategy, FSDP2Strategy) and strategy.sizes[1] == 1:
+        if isinstance(strategy, FSDP2Strategy) and strategy.sizes[1] == 1 and not strategy.mixed_precision_policy:
             late = not strategy.reduce_every_micro_batch and accumulate_grad_batches > 1
             reshards = strategy.reshard_after_forward
             return cls(f"fsdp2 on {devices}", devices, late, None if reshards is None else not reshards)
         name = strategy if isinstance(strategy, str) else type(strategy).__name__
         raise UserError(
             f"a plan does not know what strategy={name} takes; it knows one device, ddp and fsdp2, without tensor "
-            "parallelism. Measure this one: callbacks=measure trainer.max_steps=3"
+            "parallelism and mixed_precision_policy. Measure this one: callbacks=measure trainer.max_steps=3"
         )
 
     @property

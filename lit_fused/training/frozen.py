@@ -5,7 +5,8 @@ in evaluation mode. The strategy's placement puts it on devices as it puts the t
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +23,10 @@ from lit_fused.parallel import Placement, reshard
 Result = TypeVar("Result")
 
 
+def _of_forward(forward_pass: Callable[..., Forward], function: Any, model: LanguageModel, batch: Batch) -> Any:
+    return function(forward_pass(model), batch)
+
+
 class FrozenModel:
     """A causal language model that runs without gradients beside the trained one.
 
@@ -36,6 +41,7 @@ class FrozenModel:
     def __init__(self, backbone: nn.Module, role: str, instead: str) -> None:
         self.model = LanguageModel(backbone, LinearCrossEntropyLoss()).requires_grad_(False).eval()
         self.role, self.instead = role, instead
+        self._placement = Placement(None)
 
     def run(self, function: Callable[[Forward, Batch], Result], batch: Batch, *, free: bool = True) -> Result:
         """Return ``function(model, batch)``, computed without gradients, where the model's weights are whole.
@@ -45,7 +51,7 @@ class FrozenModel:
         """
         reshard(self.model)
         with torch.no_grad():
-            result = self.model.run_with(function, batch)
+            result = self.model.run_with(partial(_of_forward, self._placement.forward_pass, function), batch)
         if free:
             reshard(self.model)
         return result
@@ -60,6 +66,7 @@ class FrozenModel:
 
     def place(self, placement: Placement, *, compile: str) -> None:
         """Put the model on the devices of a placement that :meth:`set_up` has checked."""
+        self._placement = placement
         placement.place_frozen(self.model)
         compile_backbone(self.model, compile)
 

@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from lit_fused.errors import UserError
 from lit_fused.heads import evaluation_mode, peft_model
 from lit_fused.losses.loss import Batch, Forward
-from lit_fused.models.language_model import LanguageModel
 from lit_fused.objectives import PreferenceLoss
 from lit_fused.objectives.distillation import NO_TEACHER, DistillationLoss, teacher_head
 from lit_fused.objectives.policy_loss import PolicyLoss
@@ -121,8 +120,7 @@ def _of_frozen(frozen: FrozenModel, _: Forward, batch: Batch) -> Tensor:
     return frozen.run(log_probs, batch)
 
 
-def _without_adapters(model: Forward, batch: Batch) -> Tensor:
-    assert isinstance(model, LanguageModel)
+def _without_adapters(model: Any, batch: Batch) -> Tensor:
     with torch.no_grad(), evaluation_mode(model.backbone), peft_model(model.backbone).disable_adapter():
         return log_probs(model, batch)
 
@@ -193,7 +191,7 @@ def _log_probs_at_temperature(frozen: FrozenModel, loss: PolicyLoss, batch: Batc
 
     def log_probs(model: Any, batch: Batch) -> Tensor:
         hidden_states, head, _ = model.hidden_states(batch)
-        return loss.scores(hidden_states, model.targets(batch), head).log_prob
+        return model.whole_rows(loss.scores(hidden_states, model.targets(batch), head).log_prob, batch)
 
     return frozen.run(log_probs, {name: value for name, value in batch.items() if name not in loss.inputs})
 

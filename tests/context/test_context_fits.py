@@ -12,6 +12,7 @@ from lightning_helpers import loader, quiet_trainer
 from parallel_cases import Case, batches, module_of, share_of, trainer_of, whole
 from parallel_fits import fit, folder_of, judge, launch
 from peft import LoraConfig, get_peft_model
+from preference_cases import pairs
 from ranks import Refusal, each
 from tiny_models import MODELS, tiny_backbone, tiny_batch, tiny_model
 from transformers import T5Config, T5ForConditionalGeneration
@@ -25,6 +26,8 @@ FITS = [
     Case("context", "qwen3", "standard"),
     Case("context", "gemma2"),
     Case("context", "masked_modernbert"),
+    Case("context", "gemma2", precision="bf16-mixed"),
+    Case("context_policy", "llama", precision="bf16-mixed"),
     Case("context_of_one", "qwen3"),
 ]
 
@@ -97,6 +100,25 @@ def test_adapters_train_on_divided_rows_and_the_scores_are_of_whole_ones(tmp_pat
         torch.testing.assert_close(scores[name], value)
 
 
+def preferred(case: str, folder: Path) -> dict[str, float]:
+    """Return what a fit of adapters on pairs has logged; without them, the model is the reference."""
+    torch.manual_seed(0)
+    model = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["q_proj", "v_proj"]))
+    module = FusedPreferenceModule(model, optimizer=lambda groups: torch.optim.SGD(groups, lr=1.0))
+    strategy: Any = ContextStrategy() if case == "context" else "auto"
+    options = {"devices": 2 if case == "context" else 1, "strategy": strategy, "max_epochs": 3}
+    trainer = quiet_trainer(folder, **options)
+    trainer.fit(module, loader([pairs(3, length=13)]))
+    return {name: value.item() for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.slow
+def test_a_model_without_its_adapters_is_the_reference_of_divided_rows(tmp_path):
+    found, expected = each(preferred, 2, ["context"], tmp_path)["context"], preferred("one", tmp_path)
+    assert expected["train/reward_margin"] != 0
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
 REFUSED = {
     "heads": r"context_parallel_size=2 does not divide the 3 heads of LlamaAttention; choose a divisor of 3",
     "devices": r"1 x 2 devices cannot be grouped by context_parallel_size=3; choose trainer.devices",
@@ -111,7 +133,7 @@ REFUSED = {
     "encoder-decoder": "T5ForConditionalGeneration is no model of text with one",
     "plain module": "TinyBackbone is no model of transformers",
     "loss=model": "ModelInternalLoss needs whole rows of a batch, which strategy=context divides",
-    "preferences": "PreferenceLoss needs whole rows of a batch",
+    "loss of one's own": "CallableLoss needs whole rows of a batch",
     "different batches": "ranks of one context-parallel group got different batches",
     "other entries": r"strategy=context divides the tokens of a batch, and a_mask is not one number for each",
     "whole": "compile=whole would be cut at every layer",
@@ -144,8 +166,8 @@ def refused(case: str, folder: Path) -> None:
         module = FusedMaskedLMModule
     elif case == "plain module":
         model = tiny_backbone()
-    elif case == "preferences":
-        module = FusedPreferenceModule
+    elif case == "loss of one's own":
+        options["loss"] = lambda hidden_states, labels: hidden_states.mean()
     elif case == "loss=model":
         options["loss"] = ModelInternalLoss()
     elif case == "other entries":

@@ -8,10 +8,9 @@ from errors_of import relative_error
 from tiny_models import MODELS, sharpen, tiny_batch, tiny_model
 from torch import Tensor
 
-from lit_fused import LanguageModel, MaskedLanguageModel
+from lit_fused import LanguageModel, MaskedLanguageModel, reduce_memory
 from lit_fused.context.divided_forward import DividedForward
 from lit_fused.context.exchange import Ranks
-from lit_fused.context.undivided_rows import check_undivided
 from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss
 
 # name -> (the tiny model of tiny_models, changes to its configuration)
@@ -20,7 +19,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, one key head": ("llama", {"num_key_value_heads": 1}),
     "llama, three key heads": ("llama", {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 3}),
     "llama, eager": ("llama", {"attn_implementation": "eager"}),
-    "llama, activation checkpointing": ("llama", {}),
+    "llama, recompute": ("llama", {}),
+    "llama, offload": ("llama", {}),
     "qwen3": ("qwen3", {}),
     "gemma2": ("gemma2", {"sliding_window": 5}),
     "gemma3": (
@@ -53,8 +53,8 @@ def built(name: str) -> Any:
     if kind not in MODELS and not kind.startswith("masked"):
         MODELS[kind] = kind, MODELS["llama"][1]
     model = sharpen(tiny_model(kind, **changes), 5.0)
-    if name.endswith("checkpointing"):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if name.endswith(("recompute", "offload")):
+        reduce_memory(model, checkpointing=name.split(", ")[1], mlp_chunk_tokens=4)
     return (MaskedLanguageModel if kind.startswith("masked") else LanguageModel)(model, LinearCrossEntropyLoss())
 
 
@@ -96,7 +96,6 @@ def error(case: tuple[str, str], length: int = 19) -> float:
         model.loss = CrossEntropyLoss()
     model.prepare(torch.device("cpu"))
     forward = DividedForward(model, group)
-    check_undivided(model, forward)
     truth = sums_and_gradients(model, model, batch)
     found = sums_and_gradients(model, forward, batch)
     for tensor in found.values():

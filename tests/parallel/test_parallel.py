@@ -40,6 +40,7 @@ PIPELINES = [case for case in TESTED if case.is_pipeline]
 SHARDED = [case for case in TESTED if "fsdp" in case.strategy and not case.is_pipeline]
 OTHERS = [case for case in TESTED if case not in PIPELINES + SHARDED]
 SHARDED += [Case("fsdp2_kept", "llama"), Case("fsdp2_kept", "llama_tied")]
+SHARDED += [c for c in MATRIX if (c.strategy, c.loss) == ("fsdp2_policy", "chunked") and c not in TESTED]
 
 
 @pytest.mark.slow

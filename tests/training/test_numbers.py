@@ -71,7 +71,7 @@ SWITCHES = {
     "recommender": (CASES["recommender"][0], "item_bias"),
     "peaks": (PeakMemoryMonitor, "summary per_rank"),
     "sample": (SampleText, "chat"),
-    "fsdp2": (FSDP2Strategy, "reduce_every_micro_batch reshard_after_forward"),
+    "fsdp2": (FSDP2Strategy, "reduce_every_micro_batch reshard_after_forward mixed_precision_policy"),
     "pipeline": (partial(PipelineStrategy, 2), "fully_shard"),
     "random": (partial(from_config, CONFIG), "activation_checkpointing at_once"),
     "masks": (TextEncoding, "whole_words"),
