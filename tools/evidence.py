@@ -115,12 +115,14 @@ def head() -> str:
         "of torch.compile's memory, or 512 MiB beside the weight's gradient.\n",
         "## A vocabulary that is no multiple of 8\n",
         "Time and memory, then the errors of dh and dW against float64. cuBLAS moves 16 bytes at a time, so a product "
-        "whose extent is no multiple of it takes up to five times as long; `lit_fused/ops/products.py` cuts it there.\n",
+        "whose extent is no multiple takes up to five times as long; `lit_fused/ops/products.py` cuts it there.\n",
         table(
             ["N, D, V", "chunked", "", 'chunked, `reduction="none"`', "torch.compile", ""],
             [
-                [SHAPES[name], cost(of["chunked"]), errors(of["chunked"]), cost(of["chunked, none"])]
-                + [cost(of["torch_compile"]), errors(of["torch_compile"])]
+                [
+                    *(SHAPES[name], cost(of["chunked"]), errors(of["chunked"]), cost(of["chunked, none"])),
+                    *(cost(of["torch_compile"]), errors(of["torch_compile"])),
+                ]
                 for name, of in odd.items()
             ],
         ),
