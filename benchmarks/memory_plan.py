@@ -32,7 +32,7 @@ _SYNTHETIC = ["data=synthetic", "data.num_train_batches=8", "data.num_val_batche
 CASES = {
     "Qwen3-0.6B, chunked, bf16-mixed, 8 x 2048": ["experiment=qwen3_memory", "loss=chunked"],
     "Qwen3-1.7B (14 layers), standard, bf16-true, 2 x 4096, checkpointing": [
-        *("model=qwen3_1_7b", "model.config.num_hidden_layers=14", "model.activation_checkpointing=true"),
+        *("model=qwen3_1_7b", "model.config.num_hidden_layers=14", "memory=checkpoint"),
         *("data.vocab_size=151936", "data.batch_size=2", "data.block_size=4096"),
         *("loss=standard", "precision=bf16-true"),
     ],

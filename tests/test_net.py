@@ -173,6 +173,16 @@ def test_a_command_gives_the_losses_and_weights_that_were_recorded(folder: Path,
     assert found == pytest.approx(recorded[name], rel=relative, abs=relative * 1e-2 * largest)
 
 
+@pytest.mark.parametrize("name", ["chunked", "lora", "masked", "seq2seq", "dpo", "policy", "distillation"])
+def test_memory_long_gives_the_losses_and_weights_that_were_recorded_without(folder: Path, name: str) -> None:
+    metrics = run(folder, f"{name}_long", *RUNS[name], "memory=long", "memory.mlp_chunk_tokens=20")
+    exported = weights(folder / f"{name}_long" / "exported")
+    found = {loss: metrics[loss] for loss in LOSSES if loss in metrics}
+    found |= {weight: w.double().norm().item() for weight, w in exported.items() if weight not in NO_GRADIENT}
+    recorded = json.loads(RECORDED.read_text())[name]  # Twenty steps of this rate make rounding larger.
+    assert found == pytest.approx(recorded, rel=1e-3, abs=1e-5 * max(recorded.values()))
+
+
 @pytest.mark.parametrize("name", ["chunked", "accumulation_of_chats", "dpo", "recommender", "fsdp2"])
 def test_a_run_resumed_at_its_half_ends_with_the_same_weights_to_the_bit(folder: Path, name: str) -> None:
     fitted(folder, name)

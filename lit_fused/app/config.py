@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lit_fused.errors import UserError, did_you_mean
 
-_BUILT = ("module", "model", "data", "loss", "optimizer", "scheduler", "trainer", "generate", "plan", "score")
+_BUILT = ("module", "model", "memory", "data", "loss", "optimizer", "scheduler", "trainer", "generate", "plan", "score")
 _PLAIN = ("mode", "ckpt_path", "test", "prompt", "tags", "seed", "compile", "precision", "output_dir")
 KEYS = (*_PLAIN, "metric", "mask_probability", "teacher", *_BUILT, "recommend", "callbacks", "logger")
 _ASKING = re.compile(r"transformers\.(\w+\.)*Auto\w+\.from_(config|pretrained)")

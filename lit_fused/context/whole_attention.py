@@ -35,7 +35,7 @@ from lit_fused.models.documents_apart import may_be_packed, varlen_arguments
 
 EAGER = "lit_fused_context"  # a model's own eager attention, which transformers registers under no name
 
-_wrapped: set[str] = set()
+_wrappers: set[Any] = set()
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,8 +90,6 @@ def _wrap(model: PreTrainedModel) -> None:
     if name == "eager":
         model.set_attn_implementation(EAGER)
         name = EAGER
-    if name in _wrapped:
-        return
     assert name is not None  # The model has been built.
     attention, mask = AttentionInterface(), AttentionMaskInterface()
     if name not in attention or name not in mask:
@@ -99,9 +97,11 @@ def _wrap(model: PreTrainedModel) -> None:
             f"{type(model).__name__} attends by {name}, which transformers makes no masks for; choose another "
             "attn_implementation, such as sdpa or flash_attention_2"
         )
-    _wrapped.add(name)
-    AttentionInterface.register(name, _attention_by(attention[name]))
-    AttentionMaskInterface.register(name, _mask_by(mask[name]))
+    for interface, wrapped_by in ((AttentionInterface, _attention_by), (AttentionMaskInterface, _mask_by)):
+        registered = interface()[name]
+        if registered not in _wrappers:
+            _wrappers.add(wrapper := wrapped_by(registered))
+            interface.register(name, wrapper)
 
 
 def _own_eager_attention(module: nn.Module, *arguments: Any, **named: Any) -> Any:

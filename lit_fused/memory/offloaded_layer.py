@@ -31,9 +31,7 @@ class OffloadedLayer:
         self.inside = CheckpointedLayer(layer)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self.layer.training and torch.is_grad_enabled()):
-            return own_forward(self.layer)(*args, **kwargs)
-        return _kept_on_host(self, *args, **kwargs)
+        return _kept_on_host(self, *args, **kwargs) if _is_trained(self.layer) else self.inside(*args, **kwargs)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -41,7 +39,7 @@ class OffloadedLayer:
 
 
 class CheckpointedLayer(nn.Module):
-    """Computes a layer again in backward. It is no part of the model, whose names stay as they are."""
+    """Computes a layer that is trained again in backward. It is no part of the model, whose names stay as they are."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -49,10 +47,16 @@ class CheckpointedLayer(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         own = own_forward(self.layer)
+        if not _is_trained(self.layer):
+            return own(*args, **kwargs)
         if not args:  # What is checkpointed has to be given by position.
             hidden = kwargs.pop("hidden_states")
             return checkpoint(partial(_by_name, own, kwargs), hidden, use_reentrant=False)
         return checkpoint(partial(own, **kwargs), *args, use_reentrant=False)
+
+
+def _is_trained(layer: nn.Module) -> bool:
+    return layer.training and torch.is_grad_enabled()
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
@@ -72,14 +76,16 @@ def _kept_on_host(layer: OffloadedLayer, *args: Any, **kwargs: Any) -> Any:
     args = tuple(None if isinstance(value, Cache) else value for value in args)
     kwargs = {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
     hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-    storage = hidden.untyped_storage()
+    storages, shape = [hidden.untyped_storage()], hidden.shape
 
     def pack(tensor: Tensor) -> Tensor | Kept:
-        is_input = tensor.untyped_storage() is storage and tensor.shape == hidden.shape
+        is_input = any(tensor.untyped_storage() is each for each in storages) and tensor.shape == shape
         return layer.inputs.keep(tensor, layer.count) if is_input else tensor
 
     def unpack(kept: Tensor | Kept) -> Tensor:
         return layer.inputs.give(kept) if isinstance(kept, Kept) else kept
 
     with saved_tensors_hooks(pack, unpack):
-        return layer.inside(*args, **kwargs)
+        out = layer.inside(*args, **kwargs)
+    storages.clear()  # Autograd has the hooks until backward, and with them what they refer to.
+    return out

@@ -73,7 +73,6 @@ def from_config(
     *,
     dtype: torch.dtype | str | None = None,
     attn_implementation: str | None = None,
-    activation_checkpointing: bool = False,
     at_once: bool = False,
 ) -> PreTrainedModel:
     """Build a language model with random weights, by transformers' own rules.
@@ -86,15 +85,13 @@ def from_config(
         seed: any integer. The process's random state is neither read nor changed.
         dtype: of the parameters; by default the configuration's, else float32.
         attn_implementation: as in transformers.
-        activation_checkpointing: store one tensor per layer for backward, and compute the others twice.
         at_once: build the whole model immediately, for wrappers that need the weights (PEFT).
     """
     options = {"dtype": dtype, "attn_implementation": attn_implementation}
     given = {name: value for name, value in options.items() if value is not None}
     build: Any = partial(auto_class(config).from_config, trust_remote_code=False, **given)
     source = _Source(partial(_drawn, build, copy.deepcopy(config), seed))  # the caller may change the model's
-    model = source.build() if at_once else _late(partial(build, config), source)
-    return _checkpointed(model, activation_checkpointing)
+    return source.build() if at_once else _late(partial(build, config), source)
 
 
 @checked_options()
@@ -106,7 +103,6 @@ def from_pretrained(
     revision: str | None = None,
     vocab_size: int | None = None,
     pad_to_multiple_of: int | None = None,
-    activation_checkpointing: bool = False,
     at_once: bool = False,
     load_in_4bit: bool = False,
 ) -> PreTrainedModel:
@@ -123,7 +119,7 @@ def from_pretrained(
         revision: a branch, tag or commit on the hub.
         vocab_size: see :func:`grow_vocabulary`. In a fit the module sets it by the tokenizer.
         pad_to_multiple_of: the vocabulary grows to a multiple of this number, now and in a fit.
-        activation_checkpointing, at_once: as in :func:`from_config`.
+        at_once: as in :func:`from_config`.
         load_in_4bit: hold the weights of linear layers but the output layer in 4 bits (bitsandbytes, NF4), at once.
             They are not trained: put adapters around the model.
 
@@ -152,7 +148,7 @@ def from_pretrained(
     setattr(model, _ORIGIN, Origin(name, revision, pad_to_multiple_of))
     if vocab_size is not None or pad_to_multiple_of is not None:
         grow_vocabulary(model, vocab_size, pad_to_multiple_of)
-    return _checkpointed(model, activation_checkpointing)
+    return model
 
 
 def origin_of(model: nn.Module | None) -> Origin | None:
@@ -319,9 +315,3 @@ def _ties(model: nn.Module) -> set[frozenset[str]]:
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(p, set()).add(name)
     return {frozenset(shared) for shared in names.values() if len(shared) > 1}
-
-
-def _checkpointed(model: PreTrainedModel, wanted: bool) -> PreTrainedModel:
-    if wanted:  # newer versions renamed gradient_checkpointing_enable
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    return model

@@ -27,6 +27,7 @@ _BLOCK = 512  # bytes; the caching allocator rounds up to multiples of it
 WEIGHTS, CAST_WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "weights cast", "gradients", "optimizer state"
 ACTIVATIONS, HEAD, TEMPORARY = "activations", "output head", "temporary"
 GATHERED, WORKSPACE, FROZEN = "gathered weights", "cuBLAS workspace", "frozen model"
+HOST = "host"  # what is copied to the host's memory, which counts nothing of the GPU's
 COMPONENTS = (WEIGHTS, FROZEN, CAST_WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, HEAD, TEMPORARY, WORKSPACE)
 
 
@@ -123,7 +124,7 @@ class MemoryLedger(TorchDispatchMode):
         key = id(storage)
         if key in self._entries:
             return
-        size = self._rounded(storage.nbytes() * self._share)
+        size = 0 if heading == HOST else self._rounded(storage.nbytes() * self._share)
         if heading in (ACTIVATIONS, TEMPORARY) and tensor.ndim > 1 and tensor.shape[-1] == self.vocabulary:
             heading = HEAD
         self._entries[key] = _Entry(heading, size)

@@ -5,6 +5,7 @@ The second step counts as well as the first: it begins with the optimiser's stat
 ``PeakMemoryMonitor``.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -24,6 +25,7 @@ from lit_fused.errors import UserError, explained
 from lit_fused.heads import OutputHead, output_layer
 from lit_fused.integrations.fused_pass import FusedPass
 from lit_fused.losses import LossOutput
+from lit_fused.memory import host_inputs
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.load import places_of
 from lit_fused.models.precision import RotaryHalfPrecision
@@ -152,6 +154,7 @@ def plan(module: nn.Module, trainer_or_options: L.Trainer | PlanOptions, batch: 
                     borrowed.enter_context(_with_head(model))
         context, *_ = (_prepared_for(options.precision, each) for each in (trained, *frozen))
         borrowed.enter_context(mock.patch.object(FusedPass, "check"))  # There are no numbers to be compared.
+        borrowed.enter_context(_host_of_a_gpu(ledger))
         for mode in (FakeTensorMode(allow_non_fake_inputs=True), ledger, CudaFunctions(), _as_if_real()):
             borrowed.enter_context(mode)
         borrowed.enter_context(heads_of(gpu, ledger))
@@ -281,6 +284,25 @@ def _as_if_real() -> AbstractContextManager[Any]:
     """Let transformers take fake tensors for real ones: for fake ones it makes masks that fit any input, which take
     more memory."""
     return mock.patch.object(transformers.utils.import_utils, "is_fake_tensor", return_value=False)
+
+
+@contextmanager
+def _host_of_a_gpu(ledger: count.MemoryLedger) -> Iterator[None]:
+    """Let what is kept on the host take no memory of the GPU, and what comes back take new memory there."""
+
+    def to_host(tensor: Tensor) -> tuple[list[Tensor], None]:
+        with ledger.under(count.HOST):
+            return [torch.empty_like(tensor)], None
+
+    def to_device(kept: Any) -> tuple[Tensor, None]:
+        return torch.empty_like(kept.pieces[0]), None
+
+    with (
+        mock.patch.object(host_inputs, "to_host", to_host),
+        mock.patch.object(host_inputs, "to_device", to_device),
+        mock.patch.object(host_inputs, "free_host_memory", return_value=sys.maxsize),
+    ):
+        yield
 
 
 def _prepared_for(precision: str, model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:

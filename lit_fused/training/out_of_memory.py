@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lit_fused.errors import UserError
+from lit_fused.memory import checkpointing_of
 from lit_fused.parallel.checkpoint import newest_checkpoint
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ class MemoryExplained:
 def _explained(error: torch.OutOfMemoryError, module: "TrainedModel") -> str:
     model, rows = module.model, module.largest_batch[0]
     ways = ["loss=chunked"] if model.loss.builds_logits else []
-    if not getattr(model.transformers_model, "is_gradient_checkpointing", True):
-        ways.append("model.activation_checkpointing=true")
+    if model.transformers_model is not None and (chosen := checkpointing_of(model.backbone)) != "offload":
+        ways.append("memory=checkpoint" if chosen == "none" else "memory=long")
     if rows > 1:
         ways.append("a smaller data.batch_size with a larger trainer.accumulate_grad_batches, of the same gradients")
     ways += ["precision=bf16-true", *([] if module.is_sharded else ["strategy=fsdp2 on several GPUs"])]

@@ -1,12 +1,15 @@
 """A batch of each architecture through a model whole and with its rows divided over the ranks of a gloo group."""
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from errors_of import relative_error
 from tiny_models import MODELS, sharpen, tiny_batch, tiny_model
 from torch import Tensor
+from transformers import AttentionInterface
 
 from lit_fused import LanguageModel, MaskedLanguageModel, reduce_memory
 from lit_fused.context.divided_forward import DividedForward
@@ -19,6 +22,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, one key head": ("llama", {"num_key_value_heads": 1}),
     "llama, three key heads": ("llama", {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 3}),
     "llama, eager": ("llama", {"attn_implementation": "eager"}),
+    "llama, flash": ("llama", {}),
     "llama, recompute": ("llama", {}),
     "llama, offload": ("llama", {}),
     "qwen3": ("qwen3", {}),
@@ -48,11 +52,31 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def flash(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
+    """Attend as FlashAttention does, whose kernels need a GPU: to documents whose ends it is told, or by a mask."""
+    assert options.get("position_ids") is None or options["position_ids"].shape[1] == query.shape[2]
+    ends = options.get("cu_seq_lens_q", torch.arange(len(query) + 1) * query.shape[2])
+    key, value = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (key, value))
+    if mask is not None:
+        seen = mask[:, None, None].bool() & torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).tril()
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=seen).transpose(1, 2), None
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    attend: Any = F.scaled_dot_product_attention
+    parts = [
+        attend(*(x[start:stop].transpose(0, 1) for x in flat), is_causal=True)
+        for start, stop in pairwise(ends.tolist())
+    ]
+    return torch.cat(parts, 1).transpose(0, 1).unflatten(0, (len(query), -1)), None
+
+
 def built(name: str) -> Any:
     kind, changes = ARCHITECTURES[name]
     if kind not in MODELS and not kind.startswith("masked"):
         MODELS[kind] = kind, MODELS["llama"][1]
     model = sharpen(tiny_model(kind, **changes), 5.0)
+    if name.endswith("flash"):
+        AttentionInterface.register("flash_attention_2", flash)
+        model.config._attn_implementation_internal = "flash_attention_2"  # The setter looks for its kernels.
     if name.endswith(("recompute", "offload")):
         reduce_memory(model, checkpointing=name.split(", ")[1], mlp_chunk_tokens=4)
     return (MaskedLanguageModel if kind.startswith("masked") else LanguageModel)(model, LinearCrossEntropyLoss())

@@ -22,6 +22,7 @@ from lit_fused import (
     FusedMaskedLMModule,
     LinearCrossEntropyLoss,
     ModelInternalLoss,
+    reduce_memory,
 )
 from lit_fused.context import ContextStrategy
 from lit_fused.filtered import Filtered
@@ -81,6 +82,7 @@ class Case:
     precision: str = "32-true"
     optimizer: str = "adamw"
     compile: str = "none"
+    reduced: bool = False
 
     @property
     def ranks(self) -> int:
@@ -112,7 +114,7 @@ class Case:
 
     def __str__(self) -> str:
         own = () if (self.optimizer, self.compile) == ("adamw", "none") else (self.optimizer, self.compile)
-        return ":".join((self.strategy, self.model, self.loss, self.precision, *own))
+        return ":".join((self.strategy, self.model, self.loss, self.precision, *own, *["reduced"] * self.reduced))
 
 
 def backbone(name: str, layers: int = 2) -> nn.Module:
@@ -152,6 +154,8 @@ def module_of(case: Case, model: nn.Module | None = None) -> Any:
     if "tp" in case.strategy and os.environ["RANK"] != "0":
         for p in model.parameters():  # ranks that divide a model take the first one's
             p.data.add_(1)
+    if case.reduced:
+        reduce_memory(model, checkpointing="offload", mlp_chunk_tokens=5)
     losses: dict[str, Any] = {"standard": CrossEntropyLoss, "model": ModelInternalLoss}
     losses["filtered"] = partial(LinearCrossEntropyLoss, Filtered())  # keeps all of so small a vocabulary
     return (FusedMaskedLMModule if case.is_masked else FusedCausalLMModule)(

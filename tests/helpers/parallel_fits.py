@@ -36,7 +36,7 @@ from lit_fused import FusedCausalLMModule
 from lit_fused.parallel.placement import reshard
 from lit_fused.training.optimizers import weight_decay_groups
 
-STRATEGIES = ("single", "ddp", "fsdp2", "tp", "fsdp2_tp", "pp", "pp_ddp", "pp_fsdp2", "pp_interleaved")
+STRATEGIES = ("single", "ddp", "fsdp2", "tp", "fsdp2_tp", "context", "pp", "pp_ddp", "pp_fsdp2", "pp_interleaved")
 
 MODELS = ("llama", "llama_tied", "qwen3", "qwen3_tied", "gemma2_untied", "gemma2")
 
@@ -58,7 +58,8 @@ MATRIX += [
 
 
 COMPILED = [  # under InterleavedZeroBubble torch's compiler fails
-    Case(strategy, "llama", compile="regional") for strategy in ("ddp", "fsdp2", "pp", "pp_interleaved", "pp_fsdp2")
+    Case(strategy, "llama", compile="regional")
+    for strategy in ("ddp", "fsdp2", "context", "pp", "pp_interleaved", "pp_fsdp2")
 ]
 COMPILED += [
     Case("tp", "llama_tied", compile="regional"),

@@ -44,5 +44,8 @@ def test_layers_are_compiled_once_and_train_as_plain_ones(checkpointing, tokens,
     quiet_trainer(tmp_path, max_steps=3).fit(lit_fused.FusedCausalLMModule(plain.train()), loader([batch]))
     for (name, a), b in zip(plain.named_parameters(), model.parameters(), strict=True):
         assert torch.allclose(a, b, atol=2e-5), name
+    with torch.no_grad():
+        compiled.model.eval()(batch)
+    assert counters["stats"]["unique_graphs"] > 1, "evaluation is compiled as well"
     take_back(parts)
     assert not compiled.model.is_compiled

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -127,6 +128,36 @@ def test_more_layers_keep_nothing_more_on_the_device_and_their_inputs_on_the_hos
         found[layers] = kept_on_device(model, batch, monkeypatch)
     assert found[6][0] == found[2][0]
     assert found[6][1] == 3 * found[2][1] == 6 * batch["input_ids"].numel() * 32
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_recomputing_changes_what_is_kept_and_nothing_else(at_once: bool, monkeypatch: Any) -> None:
+    plain, model = (
+        lit_fused.from_config(tiny_model("llama", num_hidden_layers=4).config, at_once=at_once) for _ in "ab"
+    )
+    lit_fused.reduce_memory(model, checkpointing="recompute")
+    batch = padded_batch()
+    for each in (plain, model):
+        lit_fused.materialize(each)
+    usual, kept = (kept_on_device(each, batch, monkeypatch)[0] for each in (plain, model))
+    assert kept < usual / 2
+    expected = step(plain, batch)[1]
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in step(model, batch)[1].items())
+
+
+def test_the_memory_of_an_input_is_free_once_it_has_left_and_the_layer_after_has_run(monkeypatch):
+    inputs: list[Any] = []
+
+    def to_host(tensor: Tensor) -> Any:
+        inputs.append(weakref.ref(tensor.untyped_storage()))
+        return [tensor.to("cpu", copy=True)], None
+
+    monkeypatch.setattr(host_inputs, "to_host", to_host)
+    model = lit_fused.reduce_memory(tiny_model("llama", num_hidden_layers=6), checkpointing="offload")
+    loss = model.train()(**padded_batch()).loss
+    assert [storage() is not None for storage in inputs] == [False] * 5 + [True]
+    loss.backward()
+    assert [storage() is not None for storage in inputs] == [False] * 6
 
 
 def test_chunks_alone_keep_what_goes_into_an_mlp_and_nothing_of_its_inside(monkeypatch):

@@ -69,7 +69,7 @@ def test_a_compiled_run_trains_the_weights_of_a_plain_one_under_their_names(how,
 def test_layers_that_are_alike_are_compiled_once_and_within_activation_checkpoints(tmp_path, fresh_compiler):
     config = copy.deepcopy(tiny_model("llama").config)
     config.num_hidden_layers = 5
-    model = lit_fused.from_config(config, activation_checkpointing=True).train()
+    model = lit_fused.reduce_memory(lit_fused.from_config(config), checkpointing="recompute").train()
     module = FusedCausalLMModule(model, compile="regional", check_every_n_steps=0)
     quiet_trainer(tmp_path, max_steps=3).fit(module, loader([tiny_batch()]))
     assert counters["stats"]["unique_graphs"] == 1

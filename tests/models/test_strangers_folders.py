@@ -87,7 +87,6 @@ COMMANDS: dict[str, list[str]] = {
     "plan": ["mode=plan", "model=pretrained", "model.path=FOLDER", *SYNTHETIC],
     "transformers' own class": [
         *("model._target_=transformers.AutoModelForCausalLM.from_pretrained", "~model.config", "~model.seed"),
-        "~model.activation_checkpointing",
         *("+model.pretrained_model_name_or_path=FOLDER", *SYNTHETIC),
     ],
 }

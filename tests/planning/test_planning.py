@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lit_fused
-from lit_fused import CrossEntropyLoss, LinearCrossEntropyLoss, PlanOptions, UserError, from_config
+from lit_fused import CrossEntropyLoss, LinearCrossEntropyLoss, PlanOptions, UserError, from_config, reduce_memory
 from lit_fused.app.commands.memory_plan import plan, planned
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.backends import chunked
@@ -114,13 +114,14 @@ def test_frozen_weights_have_neither_gradient_nor_state():
 
 @pytest.mark.slow
 def test_checkpointing_takes_the_memory_of_one_layer_at_a_time():
-    def activations(layers: int, checkpointing: bool) -> int:
-        backbone = from_config(config(num_hidden_layers=layers), activation_checkpointing=checkpointing)
+    def activations(layers: int, checkpointing: str) -> int:
+        backbone = reduce_memory(from_config(config(num_hidden_layers=layers)), checkpointing=checkpointing)
         return predicted(backbone).phases["forward"]["activations"]
 
-    grows = activations(6, True) - activations(4, True)
+    grows = activations(6, "recompute") - activations(4, "recompute")
     assert grows == pytest.approx(2 * SHAPE[0] * SHAPE[1] * 64 * 4, rel=0.01)  # one tensor for each layer
-    assert activations(6, False) - activations(4, False) > 5 * grows
+    assert activations(6, "none") - activations(4, "none") > 5 * grows
+    assert activations(6, "offload") == activations(4, "offload")  # on the host
 
 
 @pytest.mark.parametrize(
@@ -288,3 +289,16 @@ def test_a_reference_takes_its_weights_in_every_phase_and_neither_gradients_nor_
     for name in ("weights", "gradients", "optimizer state"):
         assert beside["phases_gib"]["optimizer"][name] == stored["phases_gib"]["optimizer"][name]
     assert beside["between_steps_gib"] - stored["between_steps_gib"] == pytest.approx(weights, rel=0.01)
+
+
+@pytest.mark.slow
+def test_mlps_in_chunks_take_the_memory_of_one_chunk_at_a_time():
+    def peak(wide: int, tokens: int | None) -> int:
+        backbone = from_config(config(num_hidden_layers=4, intermediate_size=wide))
+        reduce_memory(backbone, checkpointing="offload", mlp_chunk_tokens=tokens)
+        phase = predicted(backbone).phases["backward"]
+        return phase["activations"] + phase["temporary"]
+
+    gradients = 2 * 3 * 64 * (1024 - 128) * 4  # of the three matrices of a layer: the sum, and a chunk's
+    whole, chunked_growth = (peak(1024, tokens) - peak(128, tokens) for tokens in (None, 16))
+    assert chunked_growth - gradients < whole / 8

@@ -23,6 +23,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+import torchrun
 from torch import Tensor
 
 from lit_fused import FusedCausalLMModule, FusedSeq2SeqLMModule
@@ -308,6 +309,19 @@ def printed_by_notebook(name: str, folder: Path) -> str:
     assert [shown(cell) for cell in run.cells] == stored
     assert set().union(*stored) > {"image/png", "stdout"}
     return "".join(output.get("text", "") for cell in run.cells for output in cell.get("outputs", ()))
+
+
+@pytest.mark.slow
+def test_two_devices_that_divide_rows_print_what_one_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = EXAMPLES / "long_context.py"
+    one, two = (torchrun.run(script, devices, timeout=200) for devices in (1, 2))
+    losses = numbers(r"train/loss ([\d.]+) train/gradient_norm ([\d.]+)", two)
+    assert losses == pytest.approx(numbers(r"train/loss ([\d.]+) train/gradient_norm ([\d.]+)", one), abs=2e-4)
+    assert len(losses) == 10
+    stored = (PRINTED / "long_context.txt").read_text()
+    assert {*measured(stored)} <= {*measured(two)}
+    assert "each of 2 devices has at most 2,001" in stored
 
 
 @pytest.mark.slow

@@ -26,11 +26,11 @@ ROOMS = {
     "parallel": ("ops heads losses metrics models", "torch transformers lightning lightning_utilities"),
     "export": ("heads models", "torch transformers"),
     "training": (
-        "ops heads losses objectives metrics models parallel export",
+        "ops heads losses objectives metrics models memory parallel export",
         "torch transformers lightning safetensors",
     ),
     "planning": (
-        "ops heads losses models integrations parallel training",
+        "ops heads losses models memory integrations parallel training",
         "torch transformers lightning lightning_utilities",
     ),
     "callbacks": ("ops losses models parallel training export", "torch transformers lightning rich"),

@@ -430,6 +430,6 @@ def test_a_step_that_runs_out_of_memory_says_what_to_change_and_where_the_last_s
     with pytest.raises(UserError, match=words) as raised:
         trainer.fit(module, loader(ragged_batches(4)))
     assert isinstance(raised.value, torch.OutOfMemoryError), "Lightning's search for a batch size knows it"
-    assert "model.activation_checkpointing=true; a smaller data.batch_size" in str(raised.value)
+    assert "memory=checkpoint; a smaller data.batch_size" in str(raised.value)
     assert str(raised.value).endswith(f"The state of before is in {tmp_path / 'last.ckpt'}")
     assert str(raised.value.__cause__) == said

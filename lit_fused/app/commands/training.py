@@ -80,6 +80,7 @@ class _Exporting(L.Callback):
 
 def build_module(cfg: DictConfig, loss: Any, model: nn.Module | None = None) -> FusedLMModule:
     build, model = instantiate(cfg.module), instantiate(cfg.model) if model is None else model
+    model = instantiate(cfg.memory)(model)
     # Some optimisers keep their options as they are given, and a checkpoint has plain lists only.
     optimizer, scheduler = (instantiate(node, _convert_="all") for node in (cfg.optimizer, cfg.scheduler))
     module = build(model, loss=loss, optimizer=optimizer, scheduler=scheduler)
