@@ -32,6 +32,10 @@ assert hidden.grad.isfinite().all()
 print(f"lit-fused-ops: a loss of {loss:.2f} with torch alone")
 PYTHON
 
+# The extra `dev` lacks kernels: transformers would offer to replace layers by kernels of the Hub.
+"$python" -m pip install --quiet --no-compile --no-deps --constraint constraints.txt --target "$folder/kernels" kernels
+PYTHONPATH="$folder/kernels" OMP_NUM_THREADS=1 "$python" -m pytest --quiet tests/ops/test_hub_kernel.py
+
 "$python" - "$folder"/lit_fused-*.whl <<'PYTHON'
 import subprocess
 import sys
