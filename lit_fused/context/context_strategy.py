@@ -72,12 +72,6 @@ class ContextStrategy(FSDP2Strategy):
         self.sizes = data_parallel_size, context_parallel_size
         self.shards: DeviceMesh | None = None
 
-    def set_world_ranks(self) -> None:
-        groups, size = self.sizes
-        if size is None:
-            self.sizes = groups, max(self.num_nodes * self.num_processes // (groups or 1), 1)
-        super().set_world_ranks()
-
     def setup_environment(self) -> None:
         super().setup_environment()
         self.shards = init_device_mesh(self.root_device.type, (self.world_size,), mesh_dim_names=("shards",))
@@ -116,7 +110,7 @@ class Context(Sharded):
     def check(self, model: LanguageModel, *, training: bool, compile: str) -> None:
         super().check(model, training=training, compile=compile)
         if self.ranks.size > 1:
-            _check_model(model)
+            check_model(model)
 
     @property
     def _sharers(self) -> tuple[dist.ProcessGroup, str] | None:
@@ -148,7 +142,7 @@ def _token_losses(model: LanguageModel, forward: DividedForward, batch: Batch) -
     return forward.token_losses(batch)
 
 
-def _check_model(model: LanguageModel) -> None:
+def check_model(model: LanguageModel) -> None:
     """Raise UserError for a model or a loss that divided rows are not exact for."""
     inner, loss = model.transformers_model, model.loss
     if not loss.divides_rows:

@@ -58,17 +58,21 @@ class FSDP2Strategy(FolderCheckpoints):
 
     def set_world_ranks(self) -> None:
         # The strategy knows its devices by now, and no process has been started yet.
+        self.sizes = self.sizes_on(self.num_nodes * self.num_processes)
+        super().set_world_ranks()
+
+    def sizes_on(self, devices: int) -> tuple[int, int]:
+        """Return the number of groups and the size of each; UserError if the devices cannot be grouped so."""
         groups, size = self.sizes
-        world = self.num_nodes * self.num_processes
-        if size < 1 or world % size or (groups is not None and groups * size != world):
+        if size is None:
+            size = max(devices // (groups or 1), 1)
+        if size < 1 or devices % size or (groups is not None and groups * size != devices):
             wanted = f"data_parallel_size={groups} times " if groups is not None else ""
             raise UserError(
-                f"{self.num_nodes} x {self.num_processes} devices cannot be grouped by {wanted}"
-                f"{self.groups}_size={size}; choose trainer.devices (times trainer.num_nodes), or "
-                f"trainer.strategy.{self.groups}_size, so that they fit"
+                f"{devices} devices cannot be grouped by {wanted}{self.groups}_size={size}; choose trainer.devices "
+                f"(times trainer.num_nodes), or trainer.strategy.{self.groups}_size, so that they fit"
             )
-        self.sizes = world // size, size
-        super().set_world_ranks()
+        return devices // size, size
 
     def setup_environment(self) -> None:
         super().setup_environment()

@@ -29,8 +29,10 @@ from lit_fused.memory import host_inputs
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.load import places_of
 from lit_fused.models.precision import RotaryHalfPrecision
+from lit_fused.parallel import Placement
 from lit_fused.planning import ledger as count
 from lit_fused.planning.ledger import CudaFunctions
+from lit_fused.planning.planned_context import rows_divided_by
 from lit_fused.planning.planned_heads import GPU, heads_of
 from lit_fused.planning.spread import Spread, capability_here
 from lit_fused.training import FusedLMModule
@@ -42,6 +44,7 @@ PHASES = ("forward", "backward", "optimizer")
 _WORKSPACE_MIB = {9: 32, 10: 32}
 _MICRO_BATCHES = 2  # The later ones take what the second takes.
 _MEASURE = "callbacks=measure trainer.max_steps=3 measures it"
+_WITHOUT_TRAINER = Placement(None)
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,8 @@ def plan(module: nn.Module, trainer_or_options: L.Trainer | PlanOptions, batch: 
         for mode in (FakeTensorMode(allow_non_fake_inputs=True), ledger, CudaFunctions(), _as_if_real()):
             borrowed.enter_context(mode)
         borrowed.enter_context(heads_of(gpu, ledger))
+        if options.spread.row_parts > 1:
+            borrowed.enter_context(rows_divided_by(options.spread.row_parts))
         run = _Run(
             ledger, trained, frozen, lambda: _loss_of(module, apply_to_collection(batch, Tensor, _empty)), context
         )
@@ -177,12 +182,13 @@ def _loss_of(module: nn.Module, batch: Any) -> Tensor:
     """Return the loss () of a batch: of a language model the sum, whose mean takes no memory."""
     if isinstance(module, FusedLMModule):
         is_own = type(module).compute_loss is not FusedLMModule.compute_loss
-        found: Any = module.compute_loss(batch) if is_own else module.model(batch)
+        found: Any = module.compute_loss(batch) if is_own else _WITHOUT_TRAINER.evaluate(module.model, batch)
+    elif isinstance(module, LanguageModel):
+        found = _WITHOUT_TRAINER.evaluate(module, batch)
     elif isinstance(module, L.LightningModule):
         found = module.training_step(batch, 0)
     else:
-        is_named = isinstance(batch, Mapping) and not isinstance(module, LanguageModel)
-        found = module(**batch) if is_named else module(batch)
+        found = module(**batch) if isinstance(batch, Mapping) else module(batch)
     if isinstance(found, LossOutput):
         return found.loss_sum
     found = found["loss"] if isinstance(found, Mapping) else getattr(found, "loss", found)

@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 
+from lit_fused.context import ContextStrategy
 from lit_fused.errors import UserError
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.parallel import FSDP2Strategy, ReplicatedStrategy
@@ -23,6 +24,7 @@ class Spread:
         whole_gradients: they are divided only after the last micro-batch.
         whole_units: a unit stays whole between its forward and its backward; None: as FSDP2 chooses for the GPU.
         buckets: gradients have a copy in which they are exchanged: Lightning's DDPStrategy as it comes.
+        row_parts: devices that divide the tokens of each row.
     """
 
     name: str = "one device"
@@ -30,6 +32,7 @@ class Spread:
     whole_gradients: bool = False
     whole_units: bool | None = False
     buckets: bool = False
+    row_parts: int = 1
 
     @classmethod
     def of(cls, strategy: Any, devices: int, accumulate_grad_batches: int) -> "Spread":
@@ -44,14 +47,18 @@ class Spread:
             return cls(f"ddp on {devices}")
         if isinstance(strategy, DDPStrategy):
             return cls(f"ddp on {devices}", buckets=devices > 1)
-        if isinstance(strategy, FSDP2Strategy) and strategy.sizes[1] == 1 and not strategy.mixed_precision_policy:
+        if isinstance(strategy, FSDP2Strategy) and not strategy.mixed_precision_policy:
             late = not strategy.reduce_every_micro_batch and accumulate_grad_batches > 1
-            reshards = strategy.reshard_after_forward
-            return cls(f"fsdp2 on {devices}", devices, late, None if reshards is None else not reshards)
+            whole = None if strategy.reshard_after_forward is None else not strategy.reshard_after_forward
+            _, size = strategy.sizes_on(devices)
+            if isinstance(strategy, ContextStrategy):
+                return cls(f"context on {devices}, rows in {size} parts", devices, late, whole, row_parts=size)
+            if size == 1:
+                return cls(f"fsdp2 on {devices}", devices, late, whole)
         name = strategy if isinstance(strategy, str) else type(strategy).__name__
         raise UserError(
-            f"a plan does not know what strategy={name} takes; it knows one device, ddp and fsdp2, without tensor "
-            "parallelism and mixed_precision_policy. Measure this one: callbacks=measure trainer.max_steps=3"
+            f"a plan does not know what strategy={name} takes; it knows one device, ddp, fsdp2 and context, without "
+            "tensor parallelism and mixed_precision_policy. Measure this one: callbacks=measure trainer.max_steps=3"
         )
 
     @property

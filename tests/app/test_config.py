@@ -38,7 +38,7 @@ def test_every_file_of_the_tree_composes_and_fits(group, option):
     needed = {"pretrained": ["model.path=somewhere"], "tokens": ["data.path=somewhere.bin", "data.vocab_size=50257"]}
     paths = ("chat", "hf", "instruction", "pairs", "preference", "rollouts", "text")
     needed |= {name: ["data.path=somewhere"] for name in paths}
-    needed |= {name: ["module=policy"] for name in ("reinforce", "rloo", "grpo", "dr_grpo", "dapo", "ppo")}
+    needed |= {name: ["module=policy"] for name in ("reinforce", "rloo", "grpo", "dr_grpo", "dapo", "ppo", "cispo")}
     recipes = ("continue_pretraining", "chat_fine_tuning", "lora", "dpo", "long_context")
     if group == "experiment":
         needed |= {name: ["model.path=somewhere", "data.path=somewhere"] for name in recipes}

@@ -121,7 +121,7 @@ def test_a_model_without_its_adapters_is_the_reference_of_divided_rows(tmp_path)
 
 REFUSED = {
     "heads": r"context_parallel_size=2 does not divide the 3 heads of LlamaAttention; choose a divisor of 3",
-    "devices": r"1 x 2 devices cannot be grouped by context_parallel_size=3; choose trainer.devices",
+    "devices": r"2 devices cannot be grouped by context_parallel_size=3; choose trainer.devices",
     "recurrence": "MambaForCausalLM is not the same with its rows divided over ranks: .*; choose strategy=fsdp2",
     "convolution": "Lfm2ForCausalLM is not the same with its rows divided over ranks: the output of a token differs",
     "linear attention": "Qwen3NextForCausalLM is not the same with its rows divided over ranks",

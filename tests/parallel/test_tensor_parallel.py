@@ -100,7 +100,7 @@ def test_the_command_line_groups_the_trainers_devices(overrides, sizes):
     ],
 )
 def test_devices_that_cannot_be_grouped_are_refused_before_any_process_starts(arguments, wanted):
-    with pytest.raises(UserError, match=f"1 x 3 devices cannot be grouped by {wanted}"):
+    with pytest.raises(UserError, match=f"3 devices cannot be grouped by {wanted}"):
         L.Trainer(accelerator="cpu", devices=3, strategy=FSDP2Strategy(**arguments), logger=False)
 
 

@@ -118,7 +118,8 @@ def _of_run(cfg: DictConfig, options: lit_fused.PlanOptions) -> lit_fused.PlanOp
 def _predictor(cfg: DictConfig, options: lit_fused.PlanOptions) -> Callable[[int], Any]:
     """Return the function that predicts the memory for a batch size."""
     module = _module_without_memory(cfg)
-    batch_of = partial(_batch, module.model.loss, cfg.data.block_size, cfg.data.get("packing", "stream"))
+    packing = "stream" if options.spread.row_parts > 1 else cfg.data.get("packing", "stream")
+    batch_of = partial(_batch, module.model.loss, cfg.data.block_size, packing)
     return lambda size: lit_fused.plan(module, options, batch_of(size))
 
 
@@ -153,6 +154,9 @@ def _left_out(cfg: DictConfig, options: lit_fused.PlanOptions) -> list[str]:
         "memory: give plan.memory_gib": "logits_budget_mib" in cfg.loss and not sized,
         "trainer.strategy.reshard_after_forward: planned as true; by default false where layers are a fortieth of the "
         "GPU's memory: give plan.memory_gib": spread.whole_units is None and not options.device_gib,
+        "strategy=context: planned without a mask; sdpa makes one of data.block_size x data.block_size numbers for "
+        "padding and for documents, flash_attention_2 none": spread.row_parts > 1
+        and cfg.data.get("packing", "stream") != "stream",
         "loss=torch_native: planned from its source, and compared with no measurement": "torch_native" in impl,
         "callbacks=ema: not planned; it takes as much as the weights once more": "weight_average" in cfg.callbacks,
     }

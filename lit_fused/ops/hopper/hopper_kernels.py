@@ -200,6 +200,11 @@ class HopperKernels(Products):
             *tensors, tokens, hidden_size, scale, BLOCK=block, num_warps=1
         )
 
+    def fill_rows(self, row_D: Tensor, out_VD: Tensor) -> None:
+        """Write ``row_D`` as every row of ``out``, which is contiguous."""
+        block = 4096
+        _fill_rows[(triton.cdiv(out_VD.numel(), block),)](row_D, out_VD, out_VD.numel(), len(row_D), BLOCK=block)
+
     def scale_(self, tensor: Tensor, factor: Tensor) -> None:
         scale_unless_one_(tensor, factor)
 
@@ -438,6 +443,13 @@ def _unify_shifts(numerators, stride, maxima, shifts, target_logits, rows, tiles
             values = tl.load(place, mask=column < vocabulary, other=0.0).to(tl.float32)
             values *= tl.exp2(own - shift)
             tl.store(place, values.to(numerators.dtype.element_ty), mask=column < vocabulary)
+
+
+@triton.jit
+def _fill_rows(row, out, count, hidden_size, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    numbers = tl.load(row + place % hidden_size)
+    tl.store(out + place, numbers.to(out.dtype.element_ty), mask=place < count)
 
 
 @triton.jit

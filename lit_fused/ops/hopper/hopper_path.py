@@ -114,7 +114,7 @@ class HopperPath(KernelPath):
     def forward(self, inputs: Inputs, factor_N: Tensor | None, call: HeadCall) -> ForwardResult:
         own = own_part(inputs, call.shard)
         results = RowResults.zeros(len(inputs.targets_N), inputs.hidden_ND.device, call)
-        smoothing = Smoothing.of(inputs, own, factor_N, call)
+        smoothing = Smoothing.of(inputs, own, factor_N, call, self.kernels)
         if call.gradients_in_forward:
             numerators, sums = self._gradients_begun(inputs, own, call, smoothing)
         else:
@@ -134,7 +134,7 @@ class HopperPath(KernelPath):
         and r is the row's factor; where rows have weights, they are the logits' gradient itself, and r is one."""
         own = own_part(inputs, call.shard)
         shift_N, factors = known_factors(inputs.targets_N, own.targets_N, known, call)
-        smoothing = Smoothing.of(inputs, own, known.factor_N, call)
+        smoothing = Smoothing.of(inputs, own, known.factor_N, call, self.kernels)
         numerators, sums = self._gradients_begun(inputs, own, call, smoothing)
         chosen, weights = known.chosen, known.weights
         for chunk in numerators.chunks():
@@ -298,7 +298,7 @@ class ChunkSums(HopperSums):
         self.smoothing = smoothing
         if smoothing is not None:
             exact_FD = None if self.frequent is None else self.frequent.sums_FD
-            smoothing.begin(own.hidden_ND, self.scale, self.weight_VD, exact_FD, self.bias_V)
+            smoothing.begin(own.hidden_ND, self.scale, self.weight_VD, exact_FD, self.bias_V, kernels)
 
     def add(self, chunk: slice, numerators: Numerators, factors: RowFactors) -> None:
         (hidden_ND, weight_VD, _, targets_N), of_chunk = self.inputs, factors.of(chunk)

@@ -13,16 +13,16 @@ C chunk, D hidden, F frequent targets, N tokens, V vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..kernel_path import HeadCall, Inputs, RowResults
-from .hopper_rows import RowFactors
+from .hopper_rows import RowFactors, empty_float32
 
-_ROWS = 2048  # of hidden states that are float32 at a time
+_COLUMNS = 8  # of a product of one vector: the least that the vendor's products are fast with
 
 
 @dataclass
@@ -45,7 +45,9 @@ class Smoothing:
     vocabulary: int
 
     @classmethod
-    def of(cls, inputs: Inputs, own: Inputs, factor_N: Tensor | None, call: HeadCall) -> Optional["Smoothing"]:
+    def of(
+        cls, inputs: Inputs, own: Inputs, factor_N: Tensor | None, call: HeadCall, kernels: Any
+    ) -> Optional["Smoothing"]:
         """Return the smoothing of a call that has one."""
         e = call.options.label_smoothing
         if not e:
@@ -58,8 +60,9 @@ class Smoothing:
         means = torch.cat([mean_D, mean_bias])
         if call.shard is not None:
             dist.all_reduce(means, group=call.shard.group)
-        parts = [rows_CD.float() @ means[:-1] for rows_CD in hidden_ND.split(_ROWS)]
-        mean_logit_N = call.options.scale * torch.cat(parts) + means[-1]
+        products_N8 = empty_float32(len(hidden_ND), _COLUMNS, like=hidden_ND)
+        kernels.multiply(hidden_ND, _in_parts(means[:-1], hidden_ND), products_N8)
+        mean_logit_N = call.options.scale * products_N8.sum(1) + means[-1]
         return cls(e, share_N, valid_N, mean_D, mean_logit_N, call.vocabulary)
 
     def add_to(self, results: RowResults, factors: RowFactors, chunk: slice) -> None:
@@ -80,14 +83,24 @@ class Smoothing:
         weight_VD: Tensor | None,
         exact_FD: Tensor | None,
         bias_V: Tensor | None,
+        kernels: Any,
     ) -> None:
         """Write the mean's term, the same in every row, as the gradients to which the chunks are added."""
         if weight_VD is not None:
-            parts = zip(self.share_N.split(_ROWS), hidden_ND.split(_ROWS), strict=True)
-            total_D = torch.stack([share_C @ rows_CD.float() for share_C, rows_CD in parts]).sum(0)
-            row_D = total_D * (-scale / self.vocabulary)
+            products_8D = empty_float32(_COLUMNS, hidden_ND.shape[1], like=hidden_ND)
+            kernels.multiply(_in_parts(self.share_N, hidden_ND).T, hidden_ND, products_8D)
+            row_D = products_8D.sum(0) * (-scale / self.vocabulary)
             for sums in (weight_VD, exact_FD):
                 if sums is not None:
-                    sums.copy_(row_D.expand_as(sums))
+                    kernels.fill_rows(row_D, sums)
         if bias_V is not None:
             bias_V.fill_(0).sub_(self.share_N.sum() / self.vocabulary)
+
+
+def _in_parts(vector_K: Tensor, like: Tensor) -> Tensor:
+    """Return a float32 vector as columns (K, 8) in the dtype of the products, whose sum it is: its head, and what that
+    lacks."""
+    columns_K8 = like.new_zeros(len(vector_K), _COLUMNS)
+    columns_K8[:, 0] = vector_K
+    columns_K8[:, 1] = vector_K - columns_K8[:, 0]
+    return columns_K8

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .divergence_rows import DivergenceRows, Pair, RowSums
-from .rows_triton import NEVER, blocks, logits_of, operands, write_zeros
+from .rows_triton import NEVER, blocks, end_of_vectors, logits_of, operands, write_zeros
 
 _KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2}
 
@@ -107,12 +107,14 @@ def _sums_of_row(
         of_q = tl.zeros((BLOCK,), tl.float32)
         of_p = tl.zeros((BLOCK,), tl.float32)
         mass = tl.zeros((BLOCK,), tl.float32)
+        end = end_of_vectors(width)
         for start in range(0, width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
-            inside = columns < width
-            x = logits_of(tl.load(products + row * stride + columns, mask=inside, other=0.0), columns, inside, head)
-            y = tl.load(teacher + row * teacher_stride + columns, mask=inside, other=0.0)
-            y = logits_of(y, columns, inside, teacher_head)
+            inside, stored = columns < width, columns < end
+            x = tl.load(products + row * stride + columns, mask=stored, other=0.0)
+            y = tl.load(teacher + row * teacher_stride + columns, mask=stored, other=0.0)
+            x = logits_of(tl.where(inside, x, 0.0), columns, inside, head)  # A row's padding may be anything.
+            y = logits_of(tl.where(inside, y, 0.0), columns, inside, teacher_head)
             log_p = _log_probability(x, coldness, lse_p)
             log_q = _log_probability(y, coldness, lse_q)
             p = tl.where(inside, tl.exp(log_p), 0.0)
@@ -176,12 +178,13 @@ def _gradient_of_row(
         of_nll = factor
         if nll_weight is not None:
             of_nll *= nll_weight
+        end = end_of_vectors(width)
         for start in range(0, width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
-            inside = columns < width
-            own = tl.load(products + row * stride + columns, mask=inside, other=0.0)
+            inside, stored = columns < width, columns < end
+            own = tl.load(products + row * stride + columns, mask=stored, other=0.0)
             x = logits_of(own, columns, inside, head)
-            y = tl.load(teacher + row * teacher_stride + columns, mask=inside, other=0.0)
+            y = tl.load(teacher + row * teacher_stride + columns, mask=stored, other=0.0)
             y = logits_of(y, columns, inside, teacher_head)
             log_p = _log_probability(x, coldness, lse_p)
             log_q = _log_probability(y, coldness, lse_q)
@@ -198,4 +201,5 @@ def _gradient_of_row(
                 gradient += of_nll * (tl.exp(x - lse) - tl.where(columns == target, 1.0, 0.0))
             if softcap is not None:
                 gradient *= 1 - (x / softcap) * (x / softcap)
-            tl.store(products + row * stride + columns, (gradient * scale).to(own.dtype), mask=inside)
+            gradient = tl.where(inside, gradient * scale, 0.0)
+            tl.store(products + row * stride + columns, gradient.to(own.dtype), mask=stored)
