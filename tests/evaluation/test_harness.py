@@ -14,7 +14,7 @@ import yaml
 from shapes_seen import shapes
 from tiny_models import VOCABULARY, sharpen, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 if os.environ.get("CI") != "true":
     pytest.importorskip("lm_eval")
@@ -166,6 +166,14 @@ def test_batches_of_automatic_size_become_smaller_until_they_fit_and_give_the_sa
     found = numbers(evaluated(model, folder, tasks=tasks))
     assert {8, 7, 6, 5} <= set(rows)
     assert found == pytest.approx(numbers(evaluated("lit_fused", folder, 1, tasks)), rel=1e-5)
+
+
+def test_a_model_in_memory_is_evaluated_as_it_is(folder: Path) -> None:
+    harness = importlib.import_module("lit_fused.evaluation.harness").FusedHFLM
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    given = harness(pretrained=model, tokenizer=tokenizer(), max_length=48)
+    found, expected = (numbers(evaluated(each, folder, tasks=["last_word"])) for each in (given, "hf"))
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_no_tensor_of_an_evaluation_has_the_vocabulary_for_all_tokens(folder: Path) -> None:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from shapes_seen import shapes
 from tiny_models import MODELS, VOCABULARY, ScaledInTraining, sharpen, tiny_backbone, tiny_llama, tiny_model
+from tiny_seq2seq import tiny_seq2seq
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -62,6 +63,33 @@ def test_a_backbone_that_is_no_transformers_model_is_scored():
     model = sharpen(tiny_backbone())
     for one, text in zip(lit_fused.score(model, None, TEXTS), TEXTS, strict=True):
         check(one, expected(model, text[:1], text[1:]), 1e-5)
+
+
+def test_a_model_with_adapters_also_on_its_output_layer_is_scored_with_them():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    model = peft.get_peft_model(sharpen(tiny_model("llama")), config)
+    for one, text in zip(lit_fused.score(model, None, TEXTS), TEXTS, strict=True):
+        check(one, expected(model.get_base_model(), text[:1], text[1:]), 2e-5)
+
+
+def test_bfloat16_log_probabilities_are_no_further_from_float64_than_those_of_rounded_logits():
+    model = sharpen(tiny_model("llama", torch.bfloat16)).eval()
+    texts = torch.randint(3, VOCABULARY, (4, 60), generator=torch.Generator().manual_seed(0)).tolist()
+    found = torch.cat([one.log_probs for one in lit_fused.score(model, None, texts, batch_size=1)])
+    layer: Any = model.get_output_embeddings()
+    hidden: list[Tensor] = []
+    handle = layer.register_forward_pre_hook(lambda _, args: hidden.append(args[0][0, :-1].double()))
+    usual = torch.cat([expected(model, text[:1], text[1:]) for text in texts])
+    handle.remove()
+    log_probs = F.log_softmax(torch.stack(hidden) @ layer.weight.double().T, -1)
+    exact = log_probs.gather(-1, torch.tensor(texts)[:, 1:, None]).flatten().detach()
+    assert (found - exact).norm() <= 1.05 * (usual - exact).norm()
+
+
+def test_an_encoder_decoder_is_refused():
+    with pytest.raises(UserError, match="is an encoder-decoder"):
+        lit_fused.score(tiny_seq2seq("t5"), None, TEXTS)
 
 
 def test_a_context_is_not_scored_and_answers_to_one_question_share_its_row():
