@@ -21,19 +21,19 @@ from lit_fused.app.commands.memory_plan import planned
 ROOT = Path(__file__).parents[1]
 LENGTHS = [8192, 32768, 131072, 524288, 1048576]
 CONTEXT = ["strategy=context", "trainer.devices=4"]
-WAYS = {  # by name: overrides, and a colour that is seen on light and on dark pages; contrast has another one
+OURS, TEXT = "#14998a", "#808080"  # Light and dark pages show them, and the contrast's, alike.
+WAYS = {  # by name: overrides, and the colour of a line
     "loss=standard memory=none": (["loss=standard", "memory=none"], "#e8710a"),
-    "memory=none": (["memory=none"], "#80cbc4"),
-    "memory=checkpoint": (["memory=checkpoint"], "#4db6ac"),
-    "memory=long": (["memory=long"], "#009688"),
-    "memory=long strategy=context, 4 GPUs": (["memory=long", *CONTEXT], "#00796b"),
+    "memory=none": (["memory=none"], OURS),
+    "memory=checkpoint": (["memory=checkpoint"], OURS),
+    "memory=long": (["memory=long"], OURS),
+    "memory=long strategy=context, 4 GPUs": (["memory=long", *CONTEXT], OURS),
 }
 COMMANDS = {  # of docs/long_context.md
     "qwen3_0_6b on one GPU": ["model=qwen3_0_6b", "data.block_size=524288", "memory=long"],
     "qwen3_1_7b on 4 GPUs": ["model=qwen3_1_7b", "data.block_size=1048576", "memory=long", *CONTEXT],
 }
 TINY = ["hidden_size=32", "intermediate_size=64", "num_hidden_layers=1", "vocab_size=512"]
-TEXT = "#808080"  # seen on light and on dark pages
 
 
 def peak_gib(overrides: list[str], memory_gib: float) -> float:
@@ -87,7 +87,8 @@ def draw(found: dict[str, Any], picture: Path) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks(lengths, [f"{n // 1024}k" if n < 2**20 else f"{n // 2**20}M" for n in lengths])
-    ticks = [2**n for n in range(2, 12, 2)]
+    axes.set_xlim(right=1.05 * lengths[-1])
+    ticks = [2**n for n in range(2, 10, 2)]
     axes.set_yticks(ticks, [f"{n:,}" for n in ticks])
     axes.minorticks_off()
     axes.tick_params(length=0)
