@@ -43,6 +43,7 @@ docs: $(VENV)/.installed
 
 wheel: $(VENV)/.installed
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(BIN)/python tools/build_ops_wheel.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The wheel as a user gets it: whole, installed into an environment that has what the wheel requires and nothing else, and
-# run from an empty folder; then again with the extra `train`. What they require comes from the environment of PYTHON
-# (.venv), without a second download.
+# The wheels as a user gets them: whole, installed into an environment that has what each requires and nothing else,
+# and run from an empty folder; the library's then again with the extra `train`. What they require comes from the
+# environment of PYTHON (.venv), without a second download.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -12,6 +12,29 @@ trap 'rm -rf "$folder"' EXIT
 mkdir "$folder/source" # building writes into the source, where another installation may run
 git ls-files -z | xargs -0 cp --parents --no-dereference --target-directory "$folder/source"
 "$python" -m pip wheel --quiet --no-deps --wheel-dir "$folder" "$folder/source"
+"$python" "$folder/source/tools/build_ops_wheel.py"
+
+"$python" -m venv "$folder/torch"
+"$python" .ci/link_requirements.py "$folder"/source/dist/lit_fused_ops-*.whl "$folder"/torch/lib/python*/site-packages
+"$folder/torch/bin/pip" install --quiet --no-compile --no-index "$folder"/source/dist/lit_fused_ops-*.whl
+"$folder/torch/bin/pip" check
+(cd "$folder/torch" && bin/python -I -) <<'PYTHON'
+from importlib.util import find_spec
+
+import torch
+from lit_fused_ops import linear_cross_entropy, linear_distillation, token_scores, top_items
+
+assert not any(map(find_spec, ("lit_fused", "transformers", "lightning")))
+hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4)
+loss, _ = linear_cross_entropy(hidden, weight, torch.randint(9, (6,)))
+loss.backward()
+assert hidden.grad.isfinite().all()
+print(f"lit-fused-ops: a loss of {loss:.2f} with torch alone")
+PYTHON
+
+# The extra `dev` lacks kernels: transformers would offer to replace layers by kernels of the Hub.
+"$python" -m pip install --quiet --no-compile --no-deps --constraint constraints.txt --target "$folder/kernels" kernels
+PYTHONPATH="$folder/kernels" OMP_NUM_THREADS=1 "$python" -m pytest --quiet tests/ops/test_hub_kernel.py
 
 "$python" - "$folder"/lit_fused-*.whl <<'PYTHON'
 import subprocess

@@ -39,7 +39,7 @@ def rows() -> list[dict[str, Tensor]]:
 
 def main() -> None:
     L.seed_everything(0, verbose=False)
-    sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: Any = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB_SIZE, max_position_embeddings=LENGTH, **sizes))
     module = FusedCausalLMModule(model, optimizer=partial(AdamW, lr=1e-3))
     trainer = L.Trainer(
@@ -53,7 +53,8 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader(rows()))
+    dataset: Any = rows()
+    trainer.fit(module, DataLoader(dataset))
     if trainer.is_global_zero:
         print(f"Rows of {LENGTH:,} tokens, of which each of {DEVICES} devices has at most {-(-LENGTH // DEVICES):,}")
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lit_fused.callbacks import PeakMemoryMonitor
     from lit_fused.context import ContextStrategy
     from lit_fused.errors import UserError
+    from lit_fused.evaluation.text_scores import TextScore, score
     from lit_fused.heads import identify_head
     from lit_fused.integrations.fuse import fuse, unfuse
     from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, LossOutput, ModelInternalLoss

@@ -16,6 +16,8 @@ from .options import LossOptions
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _OPTIONS = [field.name for field in fields(LossOptions)]
+# The outermost package names the operators, so that copies of this folder in other packages can be loaded beside it.
+_NAMESPACE = __name__.partition(".")[0]
 
 
 def one_graph_break(function: _Function, *, recursive: bool = True) -> _Function:
@@ -38,7 +40,7 @@ _CALL = "int ignore_index, bool checked, ScalarType compute_dtype, bool[] wanted
 def operator(
     name: str, tensors: int, compute: Callable[..., Sequence[Tensor]], shapes: Callable[..., Sequence[Tensor]]
 ) -> Callable[..., Sequence[Tensor]]:
-    """Return ``compute(*tensors, call)``, of so many tensors or None, as the operator ``lit_fused::<name>``.
+    """Return ``compute(*tensors, call)``, of so many tensors or None, as an operator of that name.
 
     ``shapes`` takes the same, and returns uninitialised tensors like the results.
     """
@@ -53,7 +55,7 @@ def operator(
 
     schema = "".join(f"Tensor? tensor{place}, " for place in range(tensors)) + _CALL
     whole: Any = torch.library.custom_op(
-        f"lit_fused::{name}", with_call(compute), mutates_args=(), schema=f"({schema}) -> Tensor[]"
+        f"{_NAMESPACE}::{name}", with_call(compute), mutates_args=(), schema=f"({schema}) -> Tensor[]"
     )
     whole.register_fake(with_call(shapes))
 

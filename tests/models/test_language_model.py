@@ -2,14 +2,13 @@
 
 import copy
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from architectures import loss_and_gradients
+from shapes_seen import shapes
 from tiny_models import (
     MODELS,
     VOCABULARY,
@@ -22,8 +21,6 @@ from tiny_models import (
     tiny_model,
 )
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from lit_fused import LanguageModel
@@ -111,25 +108,6 @@ def test_a_float32_model_under_bf16_autocast_keeps_float32_gradients_and_loss(na
 
 
 # The tests below show what training neither builds nor leaves behind.
-
-
-class Shapes(TorchDispatchMode):
-    """Remembers the shape of everything that an operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[tuple[int, ...]] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        self.seen |= {tuple(x.shape) for x in tree_leaves(result) if isinstance(x, Tensor)}
-        return result
-
-
-@contextmanager
-def shapes() -> Iterator[set[tuple[int, ...]]]:
-    with Shapes() as mode:
-        yield mode.seen
 
 
 def of_all_tokens_by_the_vocabulary(seen: set[tuple[int, ...]], tokens: int) -> set[tuple[int, ...]]:

@@ -20,7 +20,7 @@ from lit_fused.ops import (
     token_scores,
     top_items,
 )
-from lit_fused.ops.options import chunk_rows, chunks
+from lit_fused.ops.options import chunk_rows, chunks, gpu_enough_rows
 from lit_fused.ops.products import padded
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
@@ -179,6 +179,13 @@ def test_a_chunk_fills_the_budget_but_never_holds_all_tokens_nor_fewer_than_256(
     assert chunk_rows(100, 4 * 1000, 256) == 256
     assert chunk_rows(0, 4 * 1000, 256) == 256
     assert [chunk_rows(1000, 4 * 1000, 256, size) for size in (128, 300, 10**6)] == [128, 384, 1024]
+
+
+def test_a_gpus_chunk_holds_no_more_tokens_than_it_is_fast_with_unless_a_budget_was_chosen():
+    assert [gpu_enough_rows(size) for size in (768, 1024, 2304, 5120)] == [5462, 4096, 2816, 2816]
+    assert chunk_rows(100_000, 2 * 1000, 4096, enough=2816) == 2816
+    assert chunk_rows(100_000, 2 * 256_000, 448, enough=2816) == 896  # 917 rows fit
+    assert chunk_rows(100_000, 2 * 1000, 4096) == 50_048
 
 
 def test_chunks_are_evened_out_and_cover_every_token_once():

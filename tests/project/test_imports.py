@@ -13,7 +13,7 @@ import lit_fused
 
 HEAVY = (
     *("torch", "triton", "lightning", "transformers", "torchmetrics", "hydra", "omegaconf", "datasets", "pyarrow"),
-    *("matplotlib", "tokenizers", "cut_cross_entropy", "liger_kernel", "peft", "rich"),
+    *("matplotlib", "tokenizers", "cut_cross_entropy", "liger_kernel", "peft", "rich", "lm_eval"),
 )
 
 

@@ -23,6 +23,7 @@ ROOMS = {
     "models": ("ops heads losses", "torch transformers lightning liger_kernel huggingface_hub peft"),
     "memory": ("ops heads models", "torch transformers lightning"),
     "integrations": ("ops heads losses models memory", "torch transformers lightning"),
+    "evaluation": ("ops heads losses models", "torch transformers accelerate lm_eval tqdm"),
     "parallel": ("ops heads losses metrics models", "torch transformers lightning lightning_utilities"),
     "export": ("heads models", "torch transformers"),
     "training": (
@@ -41,7 +42,7 @@ ROOMS = {
         "torch transformers lightning numpy datasets pyarrow fsspec tokenizers",
     ),
     "app": (
-        "ops heads losses objectives models parallel training callbacks data",
+        "ops heads losses objectives models evaluation parallel training callbacks data",
         "torch transformers lightning rich numpy hydra omegaconf yaml matplotlib PIL filelock wandb mlflow requests "
         "jinja2",
     ),

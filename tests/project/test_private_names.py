@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "lit_fused"
-OTHERS = ("torch.", "torchmetrics.", "lightning.", "transformers.")
+OTHERS = ("torch.", "torchmetrics.", "lightning.", "transformers.", "lm_eval.")
 PRIVATE = re.compile(r"_[a-zA-Z]\w*")
 PUBLIC = {"_asdict", "_fields", "_replace", "_exit", "_target_"}  # documented, of named tuples, os and Hydra
 
@@ -26,6 +26,8 @@ LISTED = {
     "_dynamo": "optimize_ddp, and the error of a compiler that fails",
     # callbacks
     "_broadcast_sigterm_tensor": "Lightning's question to all ranks before each batch, which every device waits for",
+    # evaluation
+    "_loglikelihood_tokens": "where lm_eval's TemplateLM wants a model to score tokens: the method is abstract",
     # ops
     "_C": "where torch keeps the question below",
     "_are_functorch_transforms_active": "torch.func runs a backward as if for a second derivative, and says so nowhere",
