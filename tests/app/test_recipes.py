@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from commands import ROOT, TINY_MODEL, train
 from composed import composed
+from hydra.utils import instantiate
 from peft import PeftModel
 from pretrained_folders import pretrained
 from tiny_models import tiny_model
 
 from lit_fused.app.commands import generating
+from lit_fused.app.commands.training import build_module, warn_of_positions
 
 PAGE = (ROOT / "docs" / "commands.md").read_text()
 CHATML = (
@@ -135,3 +137,14 @@ def test_a_conversation_goes_on_with_what_was_said(folder, monkeypatch, capsys):
     assert [len(prompt) for prompt in prompts] == [1, 3]
     assert len(answers) == 1
     assert answers[0] in capsys.readouterr().out
+
+
+def test_rows_longer_than_the_models_positions_are_trained_with_a_warning(recwarn):
+    cfg = composed("data=synthetic", *TINY_MODEL, "model.config.max_position_embeddings=32")
+    module = build_module(cfg, instantiate(cfg.loss))
+    for block_size, warnings in ((None, 0), (32, 0), (64, 1)):
+        recwarn.clear()
+        warn_of_positions(module, block_size)
+        assert len(recwarn) == warnings
+    [said] = recwarn
+    assert "data.block_size=64 tokens are longer than the 32 positions that the configuration of Llama" in str(said)

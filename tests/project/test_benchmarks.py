@@ -18,6 +18,7 @@ import filtered_curve
 import items
 import items_quality
 import linear_cross_entropy as benchmark
+import planned_lengths
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TINY = ["--device", "cpu", "--shapes", "tiny", "--turns", "1"]
@@ -130,3 +131,13 @@ def test_losses_over_a_catalogue_are_timed_and_compared_with_the_best_possible_r
     # In so few steps from small rows, gBCE learns which items are popular, and no more.
     assert found["gBCE"] < found["sampled softmax, log q"] < found["the best possible ranking"] < 1
     assert found["gBCE"] < found["full softmax"] < found["the best possible ranking"]
+
+
+@pytest.mark.slow
+def test_memory_over_lengths_is_planned_and_drawn_for_each_way(tmp_path):
+    out = tmp_path / "lengths.json"
+    planned_lengths.main(["--tiny", "--lengths", "256", "2048", "--out", str(out)])
+    found = json.loads(out.read_text())
+    assert all(few < many for few, many in found["peak_gib"].values())
+    assert found["peak_gib"]["loss=standard memory=none"][1] > found["peak_gib"]["memory=long"][1]
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

@@ -24,3 +24,12 @@ def test_the_figures_of_the_readme_are_those_of_the_picture() -> None:
     assert len(runs) > 5
     for run in runs:
         assert f"| {run['gib']:.1f} | {round(run['tokens_per_sec'], -2):,} |" in readme, run
+
+
+def test_the_page_of_long_rows_names_the_planned_figures() -> None:
+    found = evidence.stored("long_context")
+    page = (evidence.FOLDER.parent / "long_context.md").read_text()
+    assert found["planned"]
+    assert "Planned by `mode=plan`, not measured" in page
+    for gib in found["commands_peak_gib"].values():
+        assert f"{gib:.1f} GiB" in page

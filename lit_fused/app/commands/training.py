@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 import torch
 from hydra.utils import instantiate
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
@@ -20,6 +20,7 @@ from lit_fused.app.run_folder import metric_rows, read_run_file
 from lit_fused.callbacks import ExportPretrained
 from lit_fused.callbacks.training_progress import total_steps
 from lit_fused.errors import UserError
+from lit_fused.models.generation import positions
 from lit_fused.ops.user_error import printable
 from lit_fused.training import FusedLMModule
 
@@ -36,6 +37,8 @@ def fit(cfg: DictConfig) -> float | None:
     trainer: L.Trainer = instantiate(cfg.trainer)
     loss, data = instantiate(cfg.loss), instantiate(cfg.data)
     module = build_module(cfg, loss)
+    if fits:
+        warn_of_positions(module, cfg.data.get("block_size"))
     if type(data).test_dataloader is L.LightningDataModule.test_dataloader:  # Data without a third part are tested on
         data.test_dataloader = data.val_dataloader  # the one that no weight was trained on.
         if cfg.mode == "test" or cfg.test:
@@ -85,6 +88,18 @@ def build_module(cfg: DictConfig, loss: Any, model: nn.Module | None = None) -> 
     optimizer, scheduler = (instantiate(node, _convert_="all") for node in (cfg.optimizer, cfg.scheduler))
     module = build(model, loss=loss, optimizer=optimizer, scheduler=scheduler)
     return module.train()  # a pretrained model comes in evaluation mode, in which Lightning would leave it
+
+
+def warn_of_positions(module: FusedLMModule, block_size: int | None) -> None:
+    """Warn if a decoder's rows are longer than its configuration says: rotary embeddings go on without an error."""
+    inner = module.model.transformers_model
+    if inner is None or inner.config.is_encoder_decoder or (block_size or 0) <= positions(inner):
+        return
+    rank_zero_warn(
+        f"rows of data.block_size={block_size} tokens are longer than the {positions(inner)} positions that the "
+        f"configuration of {type(inner).__name__} names, and that its export will name; with random weights, set "
+        f"model.config.max_position_embeddings={block_size}; pretrained weights know no later positions"
+    )
 
 
 _INCIDENTAL = {"weights", "batch_size", "num_workers", "prepare_workers", "cache_dir", "seed"}
