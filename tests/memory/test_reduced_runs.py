@@ -20,6 +20,7 @@ STRATEGIES = [
 COMPILED = [Case(strategy, "llama", compile="regional", reduced=True) for strategy in ("ddp", "fsdp2", "pp")]
 
 
+@pytest.mark.slow
 def test_a_run_with_memory_long_is_resumed_with_any_other_memory(tmp_path):
     run = [*TINY_MODEL, *SYNTHETIC, "trainer.accelerator=cpu", "~callbacks.sample_text", "hydra.run.dir=run"]
     first = train(tmp_path, *run, "memory=long", "memory.mlp_chunk_tokens=20", "trainer.max_steps=2")

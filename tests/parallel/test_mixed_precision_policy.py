@@ -93,6 +93,7 @@ def record(case: Case, folder: Path) -> tuple[set[str], set[str]]:
     return hidden_states.dtypes, {str(t.dtype) for p in trained for t in (p, optimizer.state[p]["exp_avg"])}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_hidden_states_are_bfloat16_between_layers_and_what_is_trained_and_saved_is_float32(tmp_path):
     cases = [Case(strategy, "llama", precision=MIXED) for strategy in ("fsdp2_policy", "our_fsdp2")]
@@ -131,6 +132,7 @@ def train(rank: int, folder: Path) -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_the_weights_of_a_batch_and_what_a_model_keeps_in_float32_are_not_rounded(tmp_path):
     call(train, 2, tmp_path, timeout=60)
     counted, of_rotary_embedding = torch.load(tmp_path / "found.pt")
