@@ -6,6 +6,7 @@ marked `needs_compiler` or `needs_browser` are skipped where the tool is missing
 """
 
 import contextlib
+import functools
 import gc
 import os
 import shutil
@@ -93,3 +94,17 @@ def no_process_group_left() -> Iterator[None]:
         torch.distributed.destroy_process_group()
         os.environ.clear()
         os.environ.update(before)
+
+
+@pytest.fixture
+def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A backend that traces forward and backward as the real one does, without compiling kernels."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    compile = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
+    monkeypatch.setattr(torch.nn.Module, "compile", compile)
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()

@@ -34,7 +34,11 @@ def check_undivided(forward: "DividedForward") -> None:
         if fault is None:
             fault = _fault(forward, device)
     if fault:
-        raise UserError(f"{model.name} is not the same with its rows divided over ranks: {fault}; {_OTHERWISE}")
+        raise _refusal(model, fault)
+
+
+def _refusal(model: LanguageModel, fault: str) -> UserError:
+    return UserError(f"{model.name} is not the same with its rows divided over ranks: {fault}; {_OTHERWISE}")
 
 
 def _batches(model: LanguageModel, size: int, device: torch.device) -> list[dict[str, Tensor]]:
@@ -61,7 +65,7 @@ def _fault(forward: "DividedForward", device: torch.device) -> str | None:
         except (UserError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # The model raised it because of the parts that it was given.
-            return f"it cannot run on a part ({type(error).__name__}: {error})"
+            raise _refusal(forward.model, f"it cannot run on a part ({type(error).__name__}: {error})") from error
         if not whole.isfinite().all():
             return None
         seen = batch.get("attention_mask", torch.ones_like(batch["input_ids"])) != 0

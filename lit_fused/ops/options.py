@@ -37,8 +37,8 @@ CPU_BUDGET_MIB = 32.0  # A CPU is as fast with small chunks as with large ones.
 LEAST_GPU_BUDGET_MIB = 448.0
 _GPU_SHARE = 0.02  # of a GPU's memory
 
-# Rows of a chunk on a GPU that are as fast as any more, to 1 % at ten shapes (docs/evidence/head.md): the product with
-# the weight, (C, D), fills the multiprocessors with tiles, and the gradient of the weight is read and written seldom.
+# Rows of a chunk on a GPU that are about as fast as any more (docs/evidence/head.md): the product with the weight,
+# (C, D), fills the multiprocessors with tiles, and the gradient of the weight is read and written seldom.
 _ENOUGH_NUMBERS, _ENOUGH_ROWS = 2**22, 2816
 
 

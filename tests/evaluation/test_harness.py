@@ -14,7 +14,7 @@ import yaml
 from shapes_seen import shapes
 from tiny_models import VOCABULARY, sharpen, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 if os.environ.get("CI") != "true":
     pytest.importorskip("lm_eval")
@@ -73,9 +73,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=of_words, eos_token="w2", pad_token="w0", unk_token="w0")
 
 
-def greedy_text(model: PreTrainedModel, start: str) -> str:
+def greedy_text(model: Any, start: str) -> str:
     prompt = torch.tensor([tokenizer()(start)["input_ids"]])
-    written = model.generate(prompt, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)[0]  # type: ignore[operator]
+    written = model.generate(prompt, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)[0]
     return " ".join(f"w{i}" for i in written.tolist())
 
 

@@ -9,7 +9,7 @@ from shapes_seen import shapes
 from tiny_models import MODELS, VOCABULARY, ScaledInTraining, sharpen, tiny_backbone, tiny_llama, tiny_model
 from tiny_seq2seq import tiny_seq2seq
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import lit_fused
@@ -20,14 +20,15 @@ TEXTS = [[5, 9, 3], [7], [40, 41, 42, 43, 44, 45, 46, 47, 48], [], [96, 95, 94, 
 
 
 @torch.no_grad()
-def expected(model: nn.Module, context: list[int], text: list[int]) -> Tensor:
+def expected(model: Any, context: list[int], text: list[int]) -> Tensor:
     """The log-probabilities of a text's tokens, from logits of one row without padding."""
     if not text:
         return torch.empty(0, dtype=torch.float64)
-    model = model.eval()
+    model.eval()
     options = {"use_cache": False} if isinstance(model, PreTrainedModel) else {}
     output: Any = model(input_ids=torch.tensor([[*context, *text]]), **options)
-    logits = output.logits if hasattr(output, "logits") else model.get_output_embeddings()(output)  # type: ignore[operator]
+    layer: Any = model.get_output_embeddings()
+    logits = output.logits if hasattr(output, "logits") else layer(output)
     log_probs = F.log_softmax(logits[0].double(), -1)
     places = torch.arange(len(context), len(context) + len(text))
     return log_probs[places - 1, torch.tensor(text, dtype=torch.long)]
@@ -106,9 +107,9 @@ def test_a_context_is_not_scored_and_answers_to_one_question_share_its_row():
 
 
 def test_is_greedy_says_whether_greedy_decoding_writes_the_text():
-    model = sharpen(tiny_model("llama")).eval()
+    model: Any = sharpen(tiny_model("llama")).eval()
     prompt = torch.tensor([[5, 6, 7]])
-    written = model.generate(prompt, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)[0, 3:]  # type: ignore[operator]
+    written = model.generate(prompt, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)[0, 3:]
     greedy = written.tolist()
     other = [*greedy[:2], (greedy[2] + 1) % VOCABULARY, greedy[3]]
     found = lit_fused.score(model, None, [greedy, other], [prompt[0].tolist()] * 2)

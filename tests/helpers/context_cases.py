@@ -101,7 +101,8 @@ def batch_of(kind: str, length: int = 19) -> dict[str, Tensor]:
 def ranks() -> Ranks:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    return Ranks(dist.group.WORLD)  # type: ignore[arg-type]
+    assert dist.group.WORLD is not None
+    return Ranks(dist.group.WORLD)
 
 
 def sums_and_gradients(model: LanguageModel, forward: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,30 +1,18 @@
 """reduce_memory beside torch.compile of layers."""
 
 import copy
-from collections.abc import Iterator
-from functools import partialmethod
 
 import pytest
 import torch
 from lightning_helpers import loader, quiet_trainer
 from tiny_models import tiny_batch, tiny_model
-from torch import nn
 from torch._dynamo.utils import counters
 
 import lit_fused
 from lit_fused.memory.offloaded_layer import CheckpointedLayer
 from lit_fused.models.compilation import compile_backbone, take_back
 
-pytestmark = [pytest.mark.slow, pytest.mark.needs_compiler]
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler(monkeypatch) -> Iterator[None]:
-    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = [pytest.mark.slow, pytest.mark.needs_compiler, pytest.mark.usefixtures("fresh_compiler")]
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "recompute", "offload"])

@@ -1,7 +1,6 @@
 """``compile``: the same training, the same names, other code; and what cannot be is refused by name."""
 
 import copy
-from collections.abc import Iterator
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -26,16 +25,6 @@ from lit_fused.parallel.sharded import Sharded
 from lit_fused.pipeline import PipelineStrategy
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def fresh_compiler(monkeypatch) -> Iterator[None]:
-    """A backend that traces forward and backward as the real one does, without compiling kernels."""
-    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def fitted(folder: Path, backbone: Any, compile: str, **options: Any) -> FusedCausalLMModule:

@@ -16,7 +16,6 @@ from lit_fused.app.config import check_config
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-MAX_WORDS = 1000
 
 
 def blocks(page: str, language: str) -> list[str]:

@@ -13,7 +13,7 @@ C chunk, D hidden, F frequent targets, N tokens, V vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ class Smoothing:
     Attributes:
         smoothing: e.
         share_N: e times the factor of each token's loss, float32; zero where it is ignored.
+        valid_N: whether a token counts.
         mean_D: this rank's part of the mean row of the weight, float32.
         mean_logit_N: of each token, nats, float32.
         vocabulary: entries of all ranks together.
@@ -47,7 +48,7 @@ class Smoothing:
     @classmethod
     def of(
         cls, inputs: Inputs, own: Inputs, factor_N: Tensor | None, call: HeadCall, kernels: Any
-    ) -> Optional["Smoothing"]:
+    ) -> "Smoothing | None":
         """Return the smoothing of a call that has one."""
         e = call.options.label_smoothing
         if not e:
