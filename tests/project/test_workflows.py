@@ -1,4 +1,4 @@
-"""What the workflow that publishes may do, and when; no test runs it."""
+"""The workflow that publishes: when it runs, and what it may do. No test runs it."""
 
 import os
 import subprocess
