@@ -1,4 +1,4 @@
-"""Why a sampler's log-probabilities differ from a policy's: each cause predicts them, and the nearest one is named.
+"""Say why a sampler's log-probabilities differ from a policy's: causes predict them, and the nearest one is named.
 
 From the output layer's input and weight, the logits of a few hundred tokens give what the sampler's scores would be at
 another temperature, without the softcap or the scale, of the neighbour's token, or with an output layer in another

@@ -133,8 +133,8 @@ class FusedPolicyModule(FusedCausalLMModule):
         Trainer().fit(module, lit_fused.data.RolloutDataModule("rollouts.jsonl", tokenizer=...))
 
     Batches are those of :class:`lit_fused.objectives.PolicyLoss`. It logs the mean reward, length, advantage, entropy,
-    kl, ratio and share of clipped tokens, and how far the sampler's scores are from the policy's (docs/policy.md), beside
-    what a :class:`~lit_fused.training.module.FusedLMModule` logs, whose other arguments these are.
+    kl, ratio and share of clipped tokens, and how far the sampler's scores are from the policy's (docs/policy.md),
+    beside what a :class:`~lit_fused.training.module.FusedLMModule` logs, whose other arguments these are.
 
     Args:
         loss: a :class:`PolicyLoss`; default GRPO's.
