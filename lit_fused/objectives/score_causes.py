@@ -28,6 +28,7 @@ _PREDICTED = 0.15  # so too for other weights, predicted from other tokens: roun
 # The most roundings, on average, of programs that compute the same in the same precision.
 _ALIKE = {torch.bfloat16: 4.0, torch.float16: 4.0}
 _ALIKE_FLOAT32 = 64.0  # The order of sums matters more than the last rounding.
+_ENTRIES = 1 << 14  # of the vocabulary, whose weights are converted at once
 _OF_BODY = 16.0  # of bfloat16, through all layers
 
 
@@ -45,7 +46,9 @@ class OutputLayer:
 
     def products(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the products (N, V) of hidden states and weight, both rounded to ``dtype``, in this dtype."""
-        return self.hidden_states.to(dtype) @ self.weight.to(dtype).T
+        # A whole copy of the weight in float32 may be larger than all logits of the sample.
+        parts = (self.hidden_states.to(dtype) @ part.to(dtype).T for part in self.weight.split(_ENTRIES))
+        return torch.cat([*parts], -1)
 
     def logits(self, products: Tensor, *, scaled: bool = True, capped: bool = True) -> Tensor:
         """Return logits (N, V) float32 at temperature one, computed in the dtype of the products (N, V)."""
@@ -132,7 +135,8 @@ def explain(layer: OutputLayer, sample: Sample, dtype: torch.dtype) -> Finding:
     error = -p
     error[index, layer.targets] += 1
     slope = error if layer.softcap is None else error * (1 - (logits / layer.softcap) ** 2)
-    change = slope @ layer.weight.float() * (layer.scale / layer.temperature)
+    parts = zip(slope.split(_ENTRIES, -1), layer.weight.split(_ENTRIES), strict=True)
+    change = torch.stack([rows @ part.float() for rows, part in parts]).sum(0) * (layer.scale / layer.temperature)
     of_states = layer.hidden_states.float().norm(dim=-1) * change.norm(dim=-1) / change.shape[-1] ** 0.5
     of_logits = (logits.gather(-1, layer.targets[:, None])[:, 0] ** 2 + (p * logits).square().sum(-1)) / 3
     unit = (of_states.square() + of_logits / layer.temperature**2 + 1e-6).sqrt()

@@ -17,7 +17,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "gemma2": {"final_logit_softcapping": 6.0},
     "granite": {"logits_scaling": 4.0},
-    # Of the faults that nothing was chosen by:
+    # No threshold was chosen with these.
     "phi": {},
     "cohere": {"logit_scale": 0.4},
     "mistral": {"num_hidden_layers": 3},

@@ -186,7 +186,7 @@ def test_a_fault_that_begins_later_is_named_in_the_step_after_and_told_once(tmp_
     seen: list[str | None] = []
 
     class Seeing(FusedPolicyModule):
-        def on_train_batch_end(self, *_: Any) -> None:
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             assert isinstance(self.model.loss, PolicyLoss)
             seen.append(None if self.model.loss.report is None else self.model.loss.report.cause)
 
