@@ -3,6 +3,7 @@
     python benchmarks/linear_cross_entropy.py --out docs/evidence/head
     python benchmarks/linear_cross_entropy.py --shapes small --providers chunked cce standard
     python benchmarks/linear_cross_entropy.py --head head.pt          # hidden states of a trained model: train_head.py
+    python benchmarks/linear_cross_entropy.py --tail           # inputs whose rows have no few likely entries
     python benchmarks/linear_cross_entropy.py --shapes gpt2_odd --graphs   # the device alone: the host launches nothing
     python benchmarks/linear_cross_entropy.py --device cpu --shapes tiny --providers chunked standard
 
@@ -25,6 +26,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib import import_module
@@ -137,6 +139,16 @@ def liger_cute() -> Loss:
     return liger_fused_linear_cross_entropy_sm90
 
 
+def trl() -> Loss:
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        found: Any = ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 32_768, None, 1.0, ())
+        return -found[0].mean()
+
+    return loss
+
+
 def torch_native(**options) -> Loss:
     if "linear_cross_entropy" not in vars(F):
         raise ImportError("torch.nn.functional.linear_cross_entropy needs torch 2.13")
@@ -153,6 +165,7 @@ PROVIDERS: dict[str, Callable[[], Loss]] = {
     "liger": liger,
     "liger, CuTe": liger_cute,
     "quack": quack,
+    "trl": trl,
     "torch_native": torch_native,
     "chunked": chunked,
     "chunked, none": lambda: mean_outside(chunked(reduction="none")),
@@ -215,6 +228,21 @@ def inputs(shape: tuple[int, int, int], device: torch.device) -> tuple[Tensor, T
         raised = level - 0.5 - log_frequency[targets, None] + normal(tokens, 1)
         hidden[:, 1:] += (raised * weight[targets])[:, 1:]
     return hidden.bfloat16(), weight.bfloat16(), targets
+
+
+def tail_inputs(shape: tuple[int, int, int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with independent normal logits of deviation 4, in no order, and targets drawn from the softmax: at
+    V=65536 an entropy of 4.5 nats, 290 entries of a row above 2^-12, and 11 % of the mass below.
+    """
+    tokens, hidden_size, vocabulary = shape
+    generator = torch.Generator(device).manual_seed(0)
+    weight = torch.randn(vocabulary, hidden_size, device=device, generator=generator).bfloat16() / hidden_size**0.5
+    hidden = (4 * torch.randn(tokens, hidden_size, device=device, generator=generator)).bfloat16()
+    targets = []
+    for rows in hidden.split(rows_of_slice(weight)):
+        noise = -torch.empty(len(rows), vocabulary, device=device).exponential_(generator=generator).log()
+        targets.append((F.linear(rows, weight) + noise).argmax(1))
+    return hidden, weight, torch.cat(targets)
 
 
 def truth(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -513,15 +541,12 @@ def table(rows: list[Row]) -> list[str]:
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    def installed(package: str) -> str:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return "absent"
-
-    packages = ("torch", "triton", "cut-cross-entropy", "liger-kernel")
+    found = {}
+    for package in ("torch", "triton", "cut-cross-entropy", "liger-kernel", "quack-kernels", "trl"):
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    return {"device": name, "python": platform.python_version(), **{p: installed(p) for p in packages}}
+    return {"device": name, "python": platform.python_version(), **found}
 
 
 def plot(results: dict[str, list[Row]], memory: dict[str, list[tuple[int, float]]], path: Path) -> None:
@@ -573,6 +598,7 @@ def main(arguments: list[str] | None = None) -> dict[str, list[Row]]:
     parser.add_argument("--head", type=Path, help="a file of train_head.py: also measure on its hidden states")
     parser.add_argument("--memory-tokens", type=int, default=0, help="plot memory from 4096 tokens up to this many")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--tail", action="store_true", help="inputs with a long tail in place of those of a model")
     parser.add_argument("--graphs", action="store_true", help="replay CUDA graphs: the device without its host")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, help="write NAME.json, NAME.tables.md and NAME.png")
@@ -581,7 +607,8 @@ def main(arguments: list[str] | None = None) -> dict[str, list[Row]]:
 
     results: dict[str, list[Row]] = {}
     for name in options.shapes:
-        results[name] = measure(name, inputs(SHAPES[name], device), options.providers, options.turns, options.graphs)
+        made = (tail_inputs if options.tail else inputs)(SHAPES[name], device)
+        results[name] = measure(name, made, options.providers, options.turns, options.graphs)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()

@@ -32,7 +32,7 @@ TINY = ["hidden_size=32", "intermediate_size=64", "num_hidden_layers=2", "num_at
 
 
 def measured(options: argparse.Namespace) -> dict[str, Any]:
-    """Take steps in this process, after one to warm up."""
+    """Take steps in this process, after one to warm up, which alone is timed if there are no others."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     length, is_liger = options.lengths[0], options.ways[0] == "liger"
     words = ["memory=checkpoint"] if is_liger else options.ways[0].split(",")
@@ -62,7 +62,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         seconds.append(time.perf_counter() - begin)
     peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else None
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
-    return {"tokens_per_sec": length / min(seconds[1:]), "gpu_gib": peak, "host_gib": host, "loss": value}
+    return {"tokens_per_sec": length / min(seconds[1:] or seconds), "gpu_gib": peak, "host_gib": host, "loss": value}
 
 
 def with_lit_fused(backbone: nn.Module, device: torch.device, compiled: str) -> Any:
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3_0_6b", help="a choice of conf/model")
     parser.add_argument("--lengths", type=int, nargs="+", default=[65536, 131072, 262144, 524288])
     parser.add_argument("--ways", nargs="+", default=["memory=checkpoint", "memory=long"])
-    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=2, help="after the first, which compiles; 0: the first is timed")
     parser.add_argument("--compile", default="regional", choices=["regional", "none"])
     parser.add_argument("--tiny", action="store_true", help="another width and depth, for a CPU")
     parser.add_argument("--out", type=Path, help="a JSON file")

@@ -1,6 +1,7 @@
 """lit_fused: train language models with large vocabularies on PyTorch Lightning without ever building the logits.
 
-Importing this package loads nothing else. Each public name, and each room as an attribute, is loaded on first use.
+Importing this package loads nothing else. Each public name, and each room as an attribute, is loaded on first use. A
+Lightning that has been imported gets the names of our strategies.
 """
 
 import ast
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from lit_fused.integrations.fuse import fuse, unfuse
     from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, LossOutput, ModelInternalLoss
     from lit_fused.memory import reduce_memory
+    from lit_fused.models.certificate import certify, certify_folder
     from lit_fused.models.item_encoders import BidirectionalItems, SASRec
     from lit_fused.models.language_model import LanguageModel
     from lit_fused.models.load import from_config, from_pretrained, materialize
@@ -71,6 +73,9 @@ def on_first_use(package: str) -> tuple[dict[str, str], Callable[[str], Any]]:
 
 _PLACES, __getattr__ = on_first_use(__name__)
 __all__ = sorted(_PLACES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+if "lightning.pytorch" in sys.modules:
+    import_module("lit_fused.strategy_names").register()
 
 
 def __dir__() -> list[str]:

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 LANGUAGES = {".py": "python", ".sbatch": "bash"}
 ROOMS = ("ops", "losses", "training", "callbacks", "data", "heads", "metrics", "parallel")
 ROLE = re.compile(r":\w+:`(?:~(?:[\w.]*\.)?)?([\w.]+)`")  # Sphinx's form of a name in a docstring
+BADGE = re.compile(r"\[!(\[[^]]*\])\(https:[^)]*\)\]")  # a link around a picture from elsewhere
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)(#[^)]*)?\)")
 
 
@@ -105,7 +106,7 @@ def notebook_page(path: Path, folder: Path) -> str:
     """Return a notebook with its outputs as a page; its pictures are written to ``folder``."""
     parts, name = [], path.relative_to(ROOT).as_posix()
     for number, cell in enumerate(json.loads(path.read_text())["cells"]):
-        source = "".join(cell["source"])
+        source = BADGE.sub(r"\1", "".join(cell["source"]))  # The site fetches nothing.
         parts.append(moved_links(source, name) if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
         for output in cell.get("outputs", []):
             data = output.get("data", {})

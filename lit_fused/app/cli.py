@@ -17,6 +17,7 @@ from lit_fused.app.commands import run
 from lit_fused.app.overrides import with_run
 from lit_fused.app.streams import keep_printing
 from lit_fused.errors import UserError
+from lit_fused.ops.user_error import printable
 
 _PACKAGED = "pkg://lit_fused.conf"
 _ANSWERED = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
@@ -26,11 +27,14 @@ _VERSIONS = ("lit-fused", "torch", "lightning", "transformers")
 
 
 def main(conf: str = _PACKAGED) -> None:
-    """Run Hydra's command line on the configuration in ``conf``; answer ``--version`` before Hydra does."""
+    """Run Hydra's command line on the configuration in ``conf``; answer ``--version`` and ``--certify`` before it."""
     if _ANSWERED.intersection(sys.argv) and hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends a listing without an error
     if sys.argv[1:] == ["--version"]:
         print(", ".join(f"{name} {version(name)}" for name in _VERSIONS))
+        return
+    if sys.argv[1:2] == ["--certify"]:
+        _certify(sys.argv[2:])
         return
     if not _ANSWERED.intersection(sys.argv):
         keep_printing()
@@ -58,6 +62,25 @@ def main(conf: str = _PACKAGED) -> None:
         if ended.code and has_own and not composed and not {"-m", "--multirun"}.intersection(sys.argv):
             print(_OWN, file=sys.stderr)
         raise
+
+
+def _certify(folders: list[str]) -> None:
+    """Print the certificate of a model's folder; exit with 1 if no fused loss computes its logits."""
+    if len(folders) != 1:
+        sys.exit("--certify takes one folder of a model: lit-fused --certify FOLDER")
+    # Here, because torch takes a second, and other answers do without.
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+    from lit_fused.models.certificate import certify_folder, text_of
+
+    disable_progress_bar()
+    set_verbosity_error()
+    try:
+        certificate = certify_folder(folders[0])
+    except UserError as error:
+        sys.exit(str(error))
+    print(printable(text_of(certificate)))
+    sys.exit("refused" in certificate)
 
 
 def _meant(word: str, conf: Path) -> str:

@@ -12,6 +12,7 @@ from lit_fused.callbacks.peak_memory import PeakMemoryMonitor
 from lit_fused.callbacks.weight_average import WeightAverage
 from lit_fused.errors import UserError, check_choice
 from lit_fused.export.own_folder import check_own
+from lit_fused.models.certificate import text_of
 from lit_fused.parallel.checkpoint import read_rest, read_weights, wait_for_checkpoints
 from lit_fused.training import FusedLMModule
 
@@ -32,6 +33,11 @@ tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")
 | | |
 |---|---|
 {rows}
+"""
+_CERTIFICATE = """
+## Certificate
+
+{}
 """
 _METRICS = ("val/loss", "val/perplexity", "val/accuracy")
 
@@ -121,4 +127,6 @@ def _card_of(trainer: L.Trainer, module: FusedLMModule, step: int, metrics: dict
             rows["weights"] = f"their moving average, decay {callback.decay}"
     rows["versions"] = ", ".join(f"{name} {version(name)}" for name in ("torch", "lightning", "transformers"))
     table = "\n".join(f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows.items() if value)
-    return _CARD.format(name=type(module.backbone).__name__, auto=module.auto_class, rows=table)
+    certificate = module.certify()
+    card = _CARD.format(name=type(module.backbone).__name__, auto=module.auto_class, rows=table)
+    return card if certificate is None else card + _CERTIFICATE.format(text_of(certificate))

@@ -1,6 +1,6 @@
 """The definition of linear cross-entropy: the whole [N, V] logits, one line per term.
 
-Tests and benchmarks call it in float64 and judge every other implementation by it. Training never calls it.
+Tests, benchmarks and certificates call it in float64 and judge every other implementation by it. No step calls it.
 
 N tokens, D hidden, V vocabulary.
 """

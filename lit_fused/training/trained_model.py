@@ -20,6 +20,7 @@ from lit_fused.errors import UserError
 from lit_fused.export.huggingface import outline, write_folder
 from lit_fused.heads import evaluation_mode, peft_model
 from lit_fused.metrics import metric_names
+from lit_fused.models.certificate import Certificate, certificate_of
 from lit_fused.models.compilation import compile_backbone
 from lit_fused.models.generation import check_generates
 from lit_fused.models.hub import auto_class
@@ -70,6 +71,7 @@ class TrainedModel(L.LightningModule):
         self._hooks: list[RemovableHandle] = []  # of optimisers, which a project may have given and keeps
         self.largest_batch = torch.Size((0, 0))  # that was trained on, the shape of the labels
         self._resume = ExactResume()
+        self._certificate: Certificate | None = None  # of the first checkpoint of this fit
 
     @property
     def _run(self) -> L.Trainer | None:
@@ -85,7 +87,7 @@ class TrainedModel(L.LightningModule):
         training = stage == "fit"
         if training:  # Nothing is kept of an earlier fit, which an exception may have ended anywhere.
             self._release_optimizers()
-            self._resume, self._started = ExactResume(), False
+            self._resume, self._started, self._certificate = ExactResume(), False, None
         if "training_step" in vars(self):  # Lightning has put the compiled one here.
             raise UserError(
                 f"torch.compile({type(self).__name__}(...)) cannot compile whole steps with their checks; "
@@ -178,6 +180,10 @@ class TrainedModel(L.LightningModule):
         if isinstance(given, dict):
             checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = {name: v for name, v in given.items() if _is_plain(v)}
         self._resume.save(checkpoint, self, self.average.batches, is_sharded=self.is_sharded)
+        if self._certificate is None and self.placement.is_global_zero:
+            self._certificate = self.certify()
+        if self._certificate is not None:
+            checkpoint["certificate"] = self._certificate
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self._run is None:  # load_from_checkpoint
@@ -225,6 +231,11 @@ class TrainedModel(L.LightningModule):
             materialize(self.model)
 
     # Beside training.
+
+    def certify(self) -> Certificate | None:
+        """Return :func:`lit_fused.certify` of the backbone, with the loss of this module; None of one that is no
+        transformers model. Where ranks divide it, errors are not measured."""
+        return certificate_of(self.model, divided=self.is_sharded)
 
     def largest_logits(self) -> tuple[str, float]:
         """Describe the logits of the largest micro-batch trained on, and give their size in GiB as float32."""
