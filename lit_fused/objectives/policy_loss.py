@@ -92,8 +92,8 @@ class PolicyLoss(ScoredLoss):
             policy (DeepSeek-V3.2, arXiv:2512.02556).
         entropy_weight: of the policy's mean entropy per token, which is to grow.
         temperature: that the rollouts were sampled with; it divides the logits.
-        logits_budget_mib, chunk_size, drop_ignored, float32_accumulation: as of :class:`ScoredLoss`; prompts have no
-            labels, and are left out before the products.
+        logits_budget_mib, chunk_size, drop_ignored, float32_accumulation, invariant: as of :class:`ScoredLoss`; prompts
+            have no labels, and are left out before the products.
 
     Attributes:
         reference: returns the reference's log-probabilities (B, T) for a batch without them; or None.
@@ -133,12 +133,14 @@ class PolicyLoss(ScoredLoss):
         chunk_size: int | None = None,
         drop_ignored: bool = True,
         float32_accumulation: bool | None = None,
+        invariant: bool = False,
     ) -> None:
         super().__init__(
             logits_budget_mib=logits_budget_mib,
             chunk_size=chunk_size,
             drop_ignored=drop_ignored,
             float32_accumulation=float32_accumulation,
+            invariant=invariant,
         )
         check_choice("objective", objective, OBJECTIVES)
         given = {"advantage": advantage, "ratio": ratio, "normalization": normalization}
