@@ -156,7 +156,7 @@ def test_the_table_of_options_is_what_each_loss_takes() -> None:
     all_options = set().union(*shown.values())
     for loss in losses:
         assert shown[loss] == supported_options(backend_by_name(loss)) & all_options, loss
-    assert supported_options(backend_by_name("chunked")) - all_options == {"scale", "statistics"}
+    assert supported_options(backend_by_name("chunked")) - all_options == {"scale", "statistics", "invariant"}
 
 
 def commands(page: Path) -> list[str]:
