@@ -1,6 +1,7 @@
 """lit_fused: train language models with large vocabularies on PyTorch Lightning without ever building the logits.
 
-Importing this package loads nothing else. Each public name, and each room as an attribute, is loaded on first use.
+Importing this package loads nothing else. Each public name, and each room as an attribute, is loaded on first use. A
+Lightning that has been imported gets the names of our strategies.
 """
 
 import ast
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from lit_fused.models.masked_language_model import MaskedLanguageModel
     from lit_fused.models.seq2seq_language_model import Seq2SeqLanguageModel
     from lit_fused.objectives import DistillationLoss, PolicyLoss, PreferenceLoss
+    from lit_fused.objectives.score_watch import compare_scores
     from lit_fused.ops import (
         TeacherHead,
         TokenScores,
@@ -72,6 +74,9 @@ def on_first_use(package: str) -> tuple[dict[str, str], Callable[[str], Any]]:
 
 _PLACES, __getattr__ = on_first_use(__name__)
 __all__ = sorted(_PLACES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+if "lightning.pytorch" in sys.modules:
+    import_module("lit_fused.strategy_names").register()
 
 
 def __dir__() -> list[str]:

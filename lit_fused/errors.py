@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from types import NoneType
+from typing import Any, ParamSpec, TypeVar, get_args
 
 from lit_fused.ops.user_error import UserError, check_number, check_switches, plain_number
 
@@ -27,7 +28,8 @@ def checked_options(
     prefix: str = "", /, **least: int
 ) -> Callable[[Callable[_Options, _Result]], Callable[_Options, _Result]]:
     """Decorate a function: check its options that are annotated as bool, and those that are whole numbers, None where
-    that is the default, of at least ``least``. It gets these as Python's own. ``prefix`` precedes names in messages."""
+    the annotation has it, of at least ``least``. It gets these as Python's own. ``prefix`` precedes names in
+    messages."""
 
     def decorate(function: Callable[_Options, _Result]) -> Callable[_Options, _Result]:
         signature = inspect.signature(function)
@@ -40,7 +42,7 @@ def checked_options(
             check_switches(hints, given.arguments)
             for name in filter(given.arguments.__contains__, least):
                 value = given.arguments[name]
-                if value is not None or parameters[name].default is not None:
+                if value is not None or NoneType not in get_args(hints[name]):
                     check_whole(prefix + name, value, least[name])
                     given.arguments[name] = plain_number(value)
             return function(*given.args, **given.kwargs)

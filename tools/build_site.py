@@ -5,7 +5,8 @@
 Everything is staged in one folder first, because a site has only what lies in its own folder: README.md becomes the
 start page, each example a page with its code and its output, and each room of the package a page of its public names.
 Links between files of the checkout become links between pages. Zensical then builds the pages; a link or an anchor that
-leads nowhere fails the build. It needs no network, neither to build nor to read.
+leads nowhere fails the build. It needs no network, neither to build nor to read. Beside the pages lie llms.txt and
+llms-full.txt.
 """
 
 import ast
@@ -18,10 +19,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import llms_text
+
 ROOT = Path(__file__).parents[1]
 LANGUAGES = {".py": "python", ".sbatch": "bash"}
 ROOMS = ("ops", "losses", "training", "callbacks", "data", "heads", "metrics", "parallel")
 ROLE = re.compile(r":\w+:`(?:~(?:[\w.]*\.)?)?([\w.]+)`")  # Sphinx's form of a name in a docstring
+BADGE = re.compile(r"\[!(\[[^]]*\])\(https:[^)]*\)\]")  # a link around a picture from elsewhere
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)(#[^)]*)?\)")
 
 
@@ -90,11 +94,12 @@ def without_roles(text: str) -> str:
 
 
 def example_page(path: Path) -> str:
-    """Return the page of an example: its docstring, what it prints, its code."""
+    """Return the page of an example: its docstring or first comment, what it prints, its code."""
     text, name = path.read_text(), path.relative_to(ROOT).as_posix()
     page = f"# {path.name}\n\n"
-    if path.suffix == ".py":
-        page += f"{without_roles(ast.get_docstring(ast.parse(text)) or '')}\n\n"
+    is_python = path.suffix == ".py"
+    begins = ast.get_docstring(ast.parse(text)) or "" if is_python else text.splitlines()[1].removeprefix("# ")
+    page += f"{without_roles(begins)}\n\n"
     output = path.parent / "printed" / f"{path.stem}.txt"
     if output.exists():
         page += f"## Output\n\n```text\n{output.read_text()}```\n\n"
@@ -105,7 +110,7 @@ def notebook_page(path: Path, folder: Path) -> str:
     """Return a notebook with its outputs as a page; its pictures are written to ``folder``."""
     parts, name = [], path.relative_to(ROOT).as_posix()
     for number, cell in enumerate(json.loads(path.read_text())["cells"]):
-        source = "".join(cell["source"])
+        source = BADGE.sub(r"\1", "".join(cell["source"]))  # The site fetches nothing.
         parts.append(moved_links(source, name) if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
         for output in cell.get("outputs", []):
             data = output.get("data", {})
@@ -160,6 +165,7 @@ def main() -> None:
     done = build(stage(folder))
     if done.returncode:
         sys.exit(done.stdout + done.stderr)
+    llms_text.write(folder, folder / "site")
     shutil.rmtree(ROOT / "site", ignore_errors=True)
     shutil.move(folder / "site", ROOT / "site")
     print("site/index.html; with its search: python -m http.server --directory site")

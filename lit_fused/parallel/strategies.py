@@ -11,6 +11,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from lit_fused.errors import UserError, checked_options
 from lit_fused.parallel.checkpoint import FolderCheckpoints
+from lit_fused.strategy_names import register
+
+register()
 
 
 class FSDP2Strategy(FolderCheckpoints):
@@ -21,7 +24,7 @@ class FSDP2Strategy(FolderCheckpoints):
 
     Args:
         data_parallel_size: number of groups; None is as many as the devices make.
-        tensor_parallel_size: devices of a group; 1 divides no matrix.
+        tensor_parallel_size: devices of a group; 1 divides no matrix, None is as many as there are for each group.
         process_group_backend, timeout: as Lightning's.
         reduce_every_micro_batch: reduce and shard gradients after each accumulated micro-batch. False does it once per
             optimiser step, with that many times less communication and a whole gradient of the model on each rank.
@@ -42,7 +45,7 @@ class FSDP2Strategy(FolderCheckpoints):
     def __init__(
         self,
         data_parallel_size: int | None = None,
-        tensor_parallel_size: int = 1,
+        tensor_parallel_size: int | None = 1,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         *,
