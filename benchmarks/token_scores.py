@@ -32,11 +32,9 @@ SELECTED = 64
 LARGEST_ERROR = 0.1  # of a gradient: some twenty times what rounded logits have
 
 
-def ours(
-    parts: str, hidden: Tensor, weight: Tensor, targets: Tensor, selected: Tensor, mib: float | None = None
-) -> Any:
+def ours(parts: str, hidden: Tensor, weight: Tensor, targets: Tensor, selected: Tensor, **options: Any) -> Any:
     entries = selected if "selected" in parts else None
-    scores = token_scores(hidden, weight, targets, selected=entries, entropy="entropy" in parts, logits_budget_mib=mib)
+    scores = token_scores(hidden, weight, targets, selected=entries, entropy="entropy" in parts, **options)
     return scores.log_prob, scores.entropy, scores.selected
 
 
@@ -82,7 +80,9 @@ PROVIDERS: dict[str, tuple[str, Scores]] = {
     "loss per token": ("log_prob", loss_per_token),
     "token_scores": ("log_prob", partial(ours, "log_prob")),
     "token_scores, entropy": ("log_prob entropy", partial(ours, "log_prob entropy")),
-    "token_scores, entropy, 448 MiB": ("log_prob entropy", partial(ours, "log_prob entropy", mib=448)),
+    "token_scores, entropy, 448 MiB": ("log_prob entropy", partial(ours, "log_prob entropy", logits_budget_mib=448)),
+    "token_scores, invariant": ("log_prob", partial(ours, "log_prob", invariant=True)),
+    "token_scores, entropy, invariant": ("log_prob entropy", partial(ours, "log_prob entropy", invariant=True)),
     "token_scores, entropy, 64 selected": ("log_prob entropy selected", partial(ours, "log_prob entropy selected")),
     "liger, CuTe": ("log_prob", partial(liger_cute, "log_prob")),
     "liger, CuTe, entropy": ("log_prob entropy", partial(liger_cute, "log_prob entropy")),

@@ -26,7 +26,8 @@ from lit_fused.ops.options import LossOptions
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
 FILTER_EPS = 2**-12
-_OPTIONS = {field.name for field in fields(LossOptions)} - {"label_smoothing"}  # Its gradient is nowhere small.
+# Smoothing has gradients that are nowhere small.
+_OPTIONS = {field.name for field in fields(LossOptions)} - {"label_smoothing", "invariant"}
 
 
 @one_graph_break

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lit_fused.filtered import kept_columns
 from lit_fused.filtered.kept_columns import ColumnSums, KeptColumns, groups, rows_within_group
-from lit_fused.ops.cross_entropy import LogitsPath, LogitsSums
 from lit_fused.ops.kernel_path import (
     ForwardResult,
     Gradients,
@@ -25,6 +24,7 @@ from lit_fused.ops.kernel_path import (
     RowResults,
     own_columns,
 )
+from lit_fused.ops.logits.logits_path import LogitsPath, LogitsSums
 from lit_fused.ops.logits.rows_torch import Chunk
 from lit_fused.ops.products import with_aligned_rows
 

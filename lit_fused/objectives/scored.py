@@ -9,6 +9,7 @@ from lit_fused.losses import LinearCrossEntropyLoss, LossOutput
 from lit_fused.losses.loss import Batch, Forward, Head
 from lit_fused.ops import TokenScores, token_scores
 from lit_fused.ops.label_checks import IGNORE_INDEX
+from lit_fused.ops.options import LossOptions
 
 
 class ScoredLoss(LinearCrossEntropyLoss):
@@ -24,6 +25,7 @@ class ScoredLoss(LinearCrossEntropyLoss):
         chunk_size: rows of that chunk, instead of its MiB.
         drop_ignored: on a GPU, take ignored tokens out before the products, for one wait for the device per step.
         float32_accumulation: sum a bfloat16 weight's gradient in float32; None does so where its precision needs it.
+        invariant: give each token's scores the same bits in any batch, as :func:`lit_fused.token_scores` says.
     """
 
     inputs = ()
@@ -38,6 +40,7 @@ class ScoredLoss(LinearCrossEntropyLoss):
         chunk_size: int | None = None,
         drop_ignored: bool = False,
         float32_accumulation: bool | None = None,
+        invariant: bool = False,
     ) -> None:
         super().__init__(
             logits_budget_mib=logits_budget_mib,
@@ -45,6 +48,7 @@ class ScoredLoss(LinearCrossEntropyLoss):
             drop_ignored=drop_ignored,
             float32_accumulation=float32_accumulation,
         )
+        self.options |= LossOptions(invariant=invariant).changed()
 
     def of_scores(self, scores: TokenScores, targets: Tensor, batch: Batch) -> LossOutput:
         """Return the sums of a batch, of the scores (B, T) of its targets (B, T), which are -100 where ignored."""
@@ -56,7 +60,15 @@ class ScoredLoss(LinearCrossEntropyLoss):
         scores = self.scores(hidden_states, targets, head)
         parts: list[Any] = [x if x is None else model.whole_rows(x, batch) for x in scores]
         whole = TokenScores(*parts)
-        return replace(self.of_scores(whole, model.whole_rows(targets, batch), batch), aux_loss=aux_loss)
+        output = replace(self.of_scores(whole, model.whole_rows(targets, batch), batch), aux_loss=aux_loss)
+        self.look_at(scores, hidden_states, targets, head, model, batch)
+        return output
+
+    def look_at(
+        self, scores: TokenScores, hidden_states: Tensor, targets: Tensor, head: Head, model: Forward, batch: Batch
+    ) -> None:
+        """Look at the scores of a batch that has been counted; a subclass that compares them with others overrides
+        it."""
 
     def scores(
         self,

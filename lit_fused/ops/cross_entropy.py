@@ -9,37 +9,24 @@ gradients. ``recompute=True`` keeps two numbers per token instead, and computes 
 N tokens, C chunk, D hidden, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .first_derivatives import refuse_second_derivatives, without_second_derivatives
 from .hopper import hopper_path, narrow_path
-from .kernel_path import (
-    ForwardResult,
-    Gradients,
-    GradientSums,
-    HeadCall,
-    Inputs,
-    KernelPath,
-    KnownRows,
-    LogitsGradient,
-    RowResults,
-    Rows,
-    own_columns,
-    write_chosen,
-)
+from .invariant.invariant_path import InvariantPath, tile_kernels
+from .kernel_path import Gradients, HeadCall, KernelPath, KnownRows, Rows
 from .label_checks import IGNORE_INDEX, check_token_weights
-from .logits.rows_of_ranks import PartialRows, combine
-from .logits.rows_torch import Chunk, TorchRows, logits_of_entries
+from .logits.logits_path import LogitsPath
+from .logits.rows_torch import TorchRows
 from .operators import empty_gradients, empty_rows, gradient_shapes, one_graph_break, operator
-from .options import LossOptions, chunks
-from .products import Products, padded, with_aligned_rows
+from .options import LossOptions
 from .triton_available import kernels_can_be_built
+from .user_error import UserError
 from .vocabulary_parallel import VocabularyShard
 
 
@@ -61,6 +48,7 @@ def linear_cross_entropy(
     float32_accumulation: bool | None = None,
     logits_budget_mib: float | None = None,
     chunk_size: int | None = None,
+    invariant: bool = False,
     token_weights: Tensor | None = None,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -95,6 +83,9 @@ def linear_cross_entropy(
             of the tokens. None is 32 on a CPU, and on a GPU a fiftieth of its memory, at least 448 (and no more with
             ``shard``), but no more than 2816 rows or 2^22 / D.
         chunk_size: the rows C themselves, instead of a budget; rounded up to a multiple of 128.
+        invariant: compute each token's numbers in an order that depends on nothing but its own row: the same bits
+            whatever other tokens are there, in whatever chunks and order, and on however many ranks. Gradients are
+            computed in backward, as fast as ever and not invariant. On a CPU and on Hopper GPUs; without smoothing.
         token_weights: (...) a factor on each token's loss, without a gradient of its own; the mean is divided by the
             sum of the valid tokens'. Classes have weights ``w`` (V,) by ``w[targets.clamp(min=0)]``.
         shard: the entries of a vocabulary divided over ranks that ``weight`` and ``bias`` have; targets are entries
@@ -123,6 +114,7 @@ def linear_cross_entropy(
         float32_accumulation=float32_accumulation,
         logits_budget_mib=logits_budget_mib,
         chunk_size=chunk_size,
+        invariant=invariant,
     )
     call = HeadCall.here(options, hidden_states, weight, bias, ignore_index, shard=shard)
     return loss_of(hidden_states, weight, bias, targets, token_weights, call)
@@ -137,6 +129,8 @@ def loss_of(
     call: HeadCall,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss and the statistics of a call."""
+    if call.options.invariant and call.path_of is not None:
+        raise UserError("the filtered backward and distillation have no invariant=True; linear_cross_entropy has it")
     if token_weights is not None:
         check_token_weights(token_weights, hidden_states)
     if call.shard is not None or call.path_of is not None:  # An operator cannot be given one.
@@ -274,6 +268,9 @@ _backward_operator = operator("linear_cross_entropy_backward", 8, _backward, gra
 
 def exact_path(hidden_ND: Tensor, weight_VD: Tensor, call: HeadCall) -> KernelPath:
     """Return the exact path for these tensors: Hopper's where it can run, on at least one row."""
+    if call.options.invariant:
+        fast = exact_path(hidden_ND, weight_VD, replace(call, options=replace(call.options, invariant=False)))
+        return InvariantPath(tile_kernels(hidden_ND, call), fast)
     if hidden_ND.is_cuda and len(hidden_ND) and hopper_path.supports(hidden_ND, weight_VD, call):
         return narrow_path.NarrowPath() if narrow_path.computes(hidden_ND, call) else hopper_path.HopperPath()
     return LogitsPath(row_kernels(hidden_ND))
@@ -286,115 +283,3 @@ def row_kernels(hidden_ND: Tensor) -> TorchRows:
 
         return TritonRows()
     return TorchRows()
-
-
-class LogitsPath(KernelPath):
-    """The path that stores the logits of a chunk."""
-
-    rows_have_factors = False  # a factor in backward would be one more rounding of the logits' gradient
-
-    def forward(self, inputs: Inputs, factor_N: Tensor | None, call: HeadCall) -> ForwardResult:
-        results = RowResults.zeros(len(inputs.targets_N), inputs.hidden_ND.device, call)
-        sums = LogitsSums(inputs, call, self.kernels) if call.gradients_in_forward else None
-        rows = self._chunk_rows(len(inputs.hidden_ND), inputs.weight_VD, call)
-        for chunk, logits_CV in self._forward_chunks(inputs, results, factor_N, call, rows, sums is not None):
-            if sums is not None:
-                sums.add(chunk, logits_CV)
-        return ForwardResult(results, None if sums is None else sums.finish())
-
-    def backward(self, inputs: Inputs, known: KnownRows, saved: tuple[Tensor, ...], call: HeadCall) -> Gradients:
-        hidden_ND, weight_VD, bias_V, _ = inputs
-        sums = LogitsSums(inputs, call, self.kernels)
-        columns_N = own_columns(inputs.targets_N, inputs, call)
-        rows = self._chunk_rows(len(hidden_ND), weight_VD, call)
-        gradient = known.gradient or LogitsGradient.of_loss(known.lse_N, known.factor_N, call, known.nll_N)
-        for chunk, logits_CV in self._products(hidden_ND, weight_VD, slice(0, len(hidden_ND)), rows):
-            self.kernels.backward_rows(Chunk(logits_CV, columns_N[chunk], bias_V, call), gradient.at(chunk))
-            if known.chosen is not None:
-                values_CK = call.options.scale * known.chosen.gradient_NK[chunk]
-                write_chosen(logits_CV, own_columns(known.chosen.entries_NK[chunk], inputs, call), values_CK)
-            sums.add(chunk, logits_CV)
-        return sums.finish()
-
-    def logits_of(self, entries_NK: Tensor, inputs: Inputs, call: HeadCall) -> Tensor:
-        logits_NK = logits_of_entries(own_columns(entries_NK, inputs, call), inputs, call)
-        if call.shard is not None:
-            dist.all_reduce(logits_NK, group=call.shard.group)
-        return logits_NK
-
-    def _chunk_rows(self, tokens: int, weight_VD: Tensor, call: HeadCall) -> int:
-        """Return the rows of a chunk, which all ranks have to share."""
-        largest = max(len(weight_VD), 1) if call.shard is None else call.shard.largest
-        return call.chunk_rows(tokens, padded(largest) * weight_VD.itemsize)
-
-    def _forward_chunks(
-        self,
-        inputs: Inputs,
-        results: RowResults,
-        factor_N: Tensor | None,
-        call: HeadCall,
-        rows: int,
-        write_gradient: bool,
-    ) -> Iterator[tuple[slice, Tensor]]:
-        """Write the results of each chunk, and yield its slice and the gradient (C, V) of its products."""
-        hidden_ND, weight_VD, bias_V, targets_N = inputs
-        for rows_of_chunk, logits_CV in self._products(hidden_ND, weight_VD, slice(0, len(hidden_ND)), rows):
-            chunk, of_chunk = Chunk(logits_CV, targets_N[rows_of_chunk], bias_V, call), results.of(rows_of_chunk)
-            factor_C = None if factor_N is None else factor_N[rows_of_chunk]
-            if call.shard is None:
-                self.kernels.forward_rows(chunk, of_chunk, write_gradient=write_gradient, factor_C=factor_C)
-            else:
-                self._forward_rows_of_rank(chunk, of_chunk, write_gradient, factor_C)
-            yield rows_of_chunk, logits_CV
-
-    def _forward_rows_of_rank(
-        self, chunk: Chunk, results: RowResults, write_gradient: bool, factor_C: Tensor | None
-    ) -> None:
-        """Do what ``forward_rows`` does for this rank's columns of the products."""
-        (rows, width), shard = chunk.products_CV.shape, chunk.call.shard
-        assert shard is not None
-        own = chunk._replace(targets_C=shard.local(chunk.targets_C, width))
-        partial = PartialRows.empty(rows, results.loss.dtype, results.loss.device)
-        self.kernels.partial_rows(own, partial)
-        combine(partial, chunk.targets_C, chunk.call, shard, results)
-        if write_gradient:
-            self.kernels.backward_rows(own, LogitsGradient.of_loss(results.lse, factor_C, chunk.call, results.nll))
-
-    def _products(self, hidden_ND: Tensor, weight_VD: Tensor, of: slice, rows: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (slice, products (C, V)) for some tokens; every chunk's products lie in the same memory."""
-        buffer_CV = with_aligned_rows(hidden_ND, min(rows, of.stop - of.start), len(weight_VD))
-        for chunk in chunks(of, len(buffer_CV)):
-            products_CV = buffer_CV[: chunk.stop - chunk.start]
-            self.kernels.multiply(hidden_ND[chunk], weight_VD.T, products_CV)
-            yield chunk, products_CV
-
-
-class LogitsSums(GradientSums):
-    """Carries each chunk's gradient of the logits to the hidden states, the weight and the bias."""
-
-    def __init__(self, inputs: Inputs, call: HeadCall, kernels: Products) -> None:
-        # The weight's gradient is float32 also for half weights: the logits are rounded once already, and sums in
-        # float16 could overflow before they are scaled.
-        rounded = call.options.float32_accumulation is False and call.compute_dtype == torch.bfloat16
-        super().__init__(inputs, call, call.compute_dtype if rounded else call.result_dtype)
-        self.kernels = kernels
-
-    def add(self, chunk: slice, dlogits_CV: Tensor) -> None:
-        if self.hidden_ND is not None:
-            self.kernels.multiply(dlogits_CV, self.inputs.weight_VD, self.hidden_ND[chunk])
-            if self.group is not None:
-                self.exchange(self.hidden_ND[chunk])
-        if self.weight_VD is not None:
-            add = self.kernels.multiply_add if self.has_begun else self.kernels.multiply
-            add(dlogits_CV.T, self.inputs.hidden_ND[chunk], self.weight_VD)
-        self.has_begun = True
-        if self.bias_V is not None:
-            self.bias_V.add_(dlogits_CV.sum(0, dtype=self.bias_V.dtype))
-
-    def finish(self) -> Gradients:
-        """Return the gradients; the bias' is divided by the scale, as the bias is added to scaled products."""
-        if self.bias_V is not None:
-            self.bias_V.div_(self.scale)
-        if not self.has_begun:  # no token counts
-            self.begin_with_zeros()
-        return super().finish()

@@ -88,7 +88,7 @@ class HeadCall:
         dtype = torch.get_autocast_dtype(device_type) if autocast else hidden_states.dtype
         has_bias = bias is not None and bias.requires_grad
         wanted = Wanted(enabled and hidden_states.requires_grad, enabled and weight.requires_grad, enabled and has_bias)
-        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        if options.invariant or (not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()):
             options = replace(options, recompute=True)  # torch.func runs every backward as if for a second derivative.
         return cls(options, ignore_index, dtype, more.pop("wanted", wanted), **more)
 

@@ -57,6 +57,7 @@ class LossOptions:
     float32_accumulation: bool | None = None
     logits_budget_mib: float | None = None
     chunk_size: int | None = None
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         # A compiler may have symbols for numbers; the operator checks the numbers that it gets.
@@ -86,6 +87,8 @@ def _check(*values: Any) -> None:
         raise UserError(
             f"chunk_size={rows} and logits_budget_mib={budget} both set the size of a chunk of logits; choose one"
         )
+    if options["invariant"] and options["label_smoothing"]:
+        raise UserError("invariant=True has no label_smoothing; choose one")
     if reduction not in ("mean", "sum", "none"):
         raise UserError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
 

@@ -54,6 +54,7 @@ def token_scores(
     float32_accumulation: bool | None = None,
     logits_budget_mib: float | None = None,
     chunk_size: int | None = None,
+    invariant: bool = False,
     shard: VocabularyShard | None = None,
 ) -> TokenScores:
     """Return log-probability, log-sum-exp, entropy and chosen log-probabilities of each token, all differentiable.
@@ -93,6 +94,7 @@ def token_scores(
         float32_accumulation=float32_accumulation,
         logits_budget_mib=logits_budget_mib,
         chunk_size=chunk_size,
+        invariant=invariant,
     )
     call = HeadCall.here(options, hidden_states, weight, bias, ignore_index, shard=shard, top1=True)
     if shard is not None:
@@ -219,6 +221,7 @@ def _known(
         if call.options.softcap is not None:
             gradient_NK = gradient_NK * (1 - ((log_p_NK + lse_N[:, None]) / call.options.softcap) ** 2)
         chosen = Chosen(entries_NK.where(valid_N[:, None], -1), gradient_NK)
-    nll_N = -log_prob_N if call.shard is None or slope_N is None else None  # ranks round the entropy's lse
+    # Ranks round the entropy's log-sum-exp.
+    nll_N = -log_prob_N if call.shard is None or slope_N is None or call.options.invariant else None
     gradient = LogitsGradient(lse_N, base_N, slope_N, None, target_N, nll_N)
     return KnownRows(lse_N, -log_prob_N, None, gradient, chosen)

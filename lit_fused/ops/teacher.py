@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import cross_entropy
-from .cross_entropy import LogitsPath, LogitsSums, loss_of
+from .cross_entropy import loss_of
 from .kernel_path import (
     ForwardResult,
     Gradients,
@@ -31,6 +31,7 @@ from .kernel_path import (
 )
 from .label_checks import IGNORE_INDEX, check_inputs
 from .logits.divergence_rows import Divergence, DivergenceRows, Pair, RowSums
+from .logits.logits_path import LogitsPath, LogitsSums
 from .logits.rows_torch import Chunk
 from .operators import one_graph_break
 from .options import LossOptions

@@ -32,6 +32,7 @@ OF_WAY = {
     "hopper": ["ops.hopper.hopper_kernels", "filtered.filtered_kernels"],
     "narrow": ["ops.hopper.narrow_kernels"],
     "logits": ["ops.logits.rows_triton", "ops.logits.divergence_triton"],
+    "invariant": ["ops.invariant.tiles_triton"],
 }
 FEATURES: list[dict[str, Any]] = [
     {},
@@ -112,7 +113,18 @@ def main() -> None:
     driver.set_active(card)
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     JITFunction.run = compile_only
+    if "invariant" in ways:
+        with kernels_of("hopper"), torch.no_grad():
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                for options in FEATURES[:-1]:
+                    tensors, targets = make(300, 64, 1000, dtype, bias="bias" in options)
+                    of_head: dict[str, Any] = {name: options[name] for name in ("scale", "softcap") if name in options}
+                    of_head["bias"] = tensors[2] if len(tensors) > 2 else None
+                    token_scores(tensors[0], tensors[1], targets, invariant=True, **of_head)
+                    linear_cross_entropy(tensors[0], tensors[1], targets, invariant=True)
     for way in ways:
+        if way == "invariant":
+            continue
         with kernels_of(way):
             heads(way, torch.bfloat16)
     if "logits" in ways:

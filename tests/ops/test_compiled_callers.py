@@ -163,7 +163,7 @@ def test_a_label_outside_of_the_vocabulary_is_still_refused():
 def test_operators_pass_the_checks_of_torch():
     # The autograd function around them has the gradients.
     hidden, weight, bias, targets = (t if t is None else t.detach() for t in operands(6, dtype=torch.float32))
-    options = (1.0, None, 0.0, 0.0, "mean", True, False, False, None, None, None)
+    options = (1.0, None, 0.0, 0.0, "mean", True, False, False, None, None, None, False)
     given = (hidden, weight, bias, targets, None, -100, False, torch.float32, [True] * 3, *options)
     for name in ("linear_cross_entropy", "token_scores"):
         torch.library.opcheck(getattr(torch.ops.lit_fused, name).default, given)

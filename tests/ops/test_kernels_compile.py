@@ -20,7 +20,10 @@ SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024,
 @pytest.mark.timeout(620)
 @pytest.mark.parametrize(
     ("capability", "ways"),
-    [(90, ["hopper", "narrow", "logits"]), *((capability, ["logits"]) for capability in (80, 89, 100, 120))],
+    [
+        (90, ["hopper", "narrow", "logits", "invariant"]),
+        *((capability, ["logits"]) for capability in (80, 89, 100, 120)),
+    ],
     ids=str,
 )
 def test_every_kernel_compiles_fits_the_card_and_never_computes_in_float64(capability, ways, tmp_path):

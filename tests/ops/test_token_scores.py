@@ -84,11 +84,12 @@ def test_the_lines_of_the_page_are_the_options_of_peers():
     """Losses and gradients of torch's own, and what Liger and cut-cross-entropy return beside them."""
     torch.manual_seed(0)
     page = (Path(__file__).parents[2] / "docs" / "primitive.md").read_text()
-    first, second = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    first, second, third = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names: dict[str, Any] = {}
     exec(first, names)
     names["targets"][0, :5] = -100
     exec(second, names)
+    exec(third, names)
     hidden, weight, targets, classes = (names[name] for name in ("hidden", "weight", "targets", "classes"))
     logits = (hidden @ weight.T).flatten(0, 1)
     log_p, flat, count = logits.log_softmax(-1), targets.flatten(), names["count"]

@@ -19,7 +19,6 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from lit_fused.filtered import filtered_hopper, kept_columns
 from lit_fused.ops import (
-    cross_entropy,
     linear_cross_entropy,
     linear_cross_entropy_reference,
     linear_distillation,
@@ -30,6 +29,7 @@ from lit_fused.ops import (
     triton_available,
 )
 from lit_fused.ops.hopper import hopper_path, hopper_rows, narrow_path, numerators
+from lit_fused.ops.logits import logits_path
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels are compiled: test_gpu.py"),
@@ -52,7 +52,7 @@ def kernels_on_cpu(monkeypatch):
         def through(way: str) -> None:
             stack.enter_context(kernels_of(way))
             monkeypatch.setattr(products, "CUT_ON", ("cpu",))  # as on a GPU
-            for module in (cross_entropy, numerators):
+            for module in (logits_path, numerators):
                 monkeypatch.setattr(module, "with_aligned_rows", poisoned)
 
         yield through

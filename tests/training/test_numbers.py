@@ -62,10 +62,10 @@ CASES = {
 }
 OF_LOSS = "drop_ignored float32_accumulation"
 SWITCHES = {
-    "head": (CASES["head"][0], f"statistics recompute {OF_LOSS}"),
-    "scores": (partial(token_scores, HIDDEN, WEIGHT, TARGETS), f"entropy {OF_LOSS}"),
+    "head": (CASES["head"][0], f"statistics recompute invariant {OF_LOSS}"),
+    "scores": (partial(token_scores, HIDDEN, WEIGHT, TARGETS), f"entropy invariant {OF_LOSS}"),
     "loss": (LinearCrossEntropyLoss, f"recompute {OF_LOSS}"),
-    "policy": (PolicyLoss, OF_LOSS),
+    "policy": (PolicyLoss, f"invariant {OF_LOSS}"),
     "preference": (PreferenceLoss, f"average {OF_LOSS}"),
     "distillation": (DistillationLoss, f"recompute {OF_LOSS}"),
     "recommender": (CASES["recommender"][0], "item_bias"),

@@ -21,7 +21,7 @@ from .rows_of_ranks import LOWEST, PartialRows
 # Bytes of one float32 temporary; on a GPU, launches cost more than memory.
 _TILE_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
 
-_CONFIDENT = 1.0  # nats, of the loss of a row
+CONFIDENT = 1.0  # nats, of the loss of a row
 
 
 class Chunk(NamedTuple):
@@ -72,7 +72,7 @@ class TorchRows(Products):
             if options.statistics:  # -inf logits (a masked vocabulary) have p = 0 and must count 0, not 0 * inf
                 # A gradient subtracts it from log_probabilities: it has the same log-sum-exp, which is rounded or not.
                 mean = torch.linalg.vecdot(p, below.clamp_(min=-1e4)) / total[:, 0]
-                results.entropy[tile] = torch.where(nll < _CONFIDENT, normalizer, lse - maximum)[:, 0] - mean
+                results.entropy[tile] = torch.where(nll < CONFIDENT, normalizer, lse - maximum)[:, 0] - mean
             if write_gradient:
                 rows = LogitsGradient.of_loss(lse[:, 0], None if factor_C is None else factor_C[tile], call)
                 products.copy_(gradient_of_products_(p.div_(total), logits, targets, rows, options))
@@ -160,7 +160,7 @@ def _log_probabilities(logits: Tensor, targets: Tensor, rows: LogitsGradient) ->
     if rows.nll_N is None:
         return logits - rows.lse_N[:, None]
     mine, columns = _mine(targets, logits.shape[-1])
-    is_confident, nll = mine & (rows.nll_N[:, None] < _CONFIDENT), rows.nll_N[:, None]
+    is_confident, nll = mine & (rows.nll_N[:, None] < CONFIDENT), rows.nll_N[:, None]
     pivot = logits.gather(-1, columns).where(is_confident, rows.lse_N[:, None])
     return (logits - pivot).sub_(nll.where(is_confident, 0))
 

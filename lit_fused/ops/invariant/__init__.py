@@ -1,0 +1,1 @@
+"""Scores of a token whose bits depend on nothing but its own row: ``invariant=True``."""
