@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lit_fused.models.masked_language_model import MaskedLanguageModel
     from lit_fused.models.seq2seq_language_model import Seq2SeqLanguageModel
     from lit_fused.objectives import DistillationLoss, PolicyLoss, PreferenceLoss
+    from lit_fused.objectives.score_watch import compare_scores
     from lit_fused.ops import (
         TeacherHead,
         TokenScores,

@@ -5,7 +5,8 @@
 Everything is staged in one folder first, because a site has only what lies in its own folder: README.md becomes the
 start page, each example a page with its code and its output, and each room of the package a page of its public names.
 Links between files of the checkout become links between pages. Zensical then builds the pages; a link or an anchor that
-leads nowhere fails the build. It needs no network, neither to build nor to read.
+leads nowhere fails the build. It needs no network, neither to build nor to read. Beside the pages lie llms.txt and
+llms-full.txt.
 """
 
 import ast
@@ -17,6 +18,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import llms_text
 
 ROOT = Path(__file__).parents[1]
 LANGUAGES = {".py": "python", ".sbatch": "bash"}
@@ -91,11 +94,12 @@ def without_roles(text: str) -> str:
 
 
 def example_page(path: Path) -> str:
-    """Return the page of an example: its docstring, what it prints, its code."""
+    """Return the page of an example: its docstring or first comment, what it prints, its code."""
     text, name = path.read_text(), path.relative_to(ROOT).as_posix()
     page = f"# {path.name}\n\n"
-    if path.suffix == ".py":
-        page += f"{without_roles(ast.get_docstring(ast.parse(text)) or '')}\n\n"
+    is_python = path.suffix == ".py"
+    begins = ast.get_docstring(ast.parse(text)) or "" if is_python else text.splitlines()[1].removeprefix("# ")
+    page += f"{without_roles(begins)}\n\n"
     output = path.parent / "printed" / f"{path.stem}.txt"
     if output.exists():
         page += f"## Output\n\n```text\n{output.read_text()}```\n\n"
@@ -161,6 +165,7 @@ def main() -> None:
     done = build(stage(folder))
     if done.returncode:
         sys.exit(done.stdout + done.stderr)
+    llms_text.write(folder, folder / "site")
     shutil.rmtree(ROOT / "site", ignore_errors=True)
     shutil.move(folder / "site", ROOT / "site")
     print("site/index.html; with its search: python -m http.server --directory site")

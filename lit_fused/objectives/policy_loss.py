@@ -11,13 +11,15 @@ from torch import Tensor
 
 from lit_fused.errors import UserError, check_choice, check_number
 from lit_fused.losses import LossOutput
-from lit_fused.losses.loss import Batch, Forward
-from lit_fused.objectives import policy
+from lit_fused.losses.loss import Batch, Forward, Head
+from lit_fused.objectives import policy, score_causes
+from lit_fused.objectives.score_watch import ScoreReport, compare_scores
 from lit_fused.objectives.scored import ScoredLoss
 from lit_fused.ops import TokenScores
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
 GROUP = ("reward", "group_mean", "group_std", "group_size", "group_tokens")
+THIRDS = ("begin", "middle", "end")  # of a completion
 # Rollouts whose log-probabilities are this far from the model's, in nats per token, are hardly its own.
 _FAR = 0.05
 
@@ -59,6 +61,14 @@ OBJECTIVES = {
 }
 
 
+def _never() -> bool:
+    return False
+
+
+def _always() -> bool:
+    return True
+
+
 class PolicyLoss(ScoredLoss):
     """A policy gradient over given rollouts: REINFORCE, RLOO, GRPO, Dr. GRPO, DAPO, CISPO or PPO's clip.
 
@@ -87,12 +97,21 @@ class PolicyLoss(ScoredLoss):
 
     Attributes:
         reference: returns the reference's log-probabilities (B, T) for a batch without them; or None.
+        is_due: called with each batch that has the sampler's log-probabilities; where it returns True, the cause of
+            their differences from the policy's is looked for, told in a warning the first time, and in ``report``.
+        largest_log_ratio: () of any token since it was set to None.
     """
 
     needs_entropy = True
     inputs = (*GROUP, "advantages", "sampler_log_probs", "reference_log_probs")
     statistics = ("tokens", "rows", "length/rows", "reward/rows", "advantage/tokens", "entropy/tokens", "kl/tokens")
-    statistics += ("sampler_kl/tokens", "ratio/tokens", "clipped/tokens")
+    statistics += (
+        "sampler_kl/tokens",
+        "sampler_k1/tokens",
+        "sampler_beyond_2x/tokens",
+        *(f"tokens_{t}" for t in THIRDS),
+    )
+    statistics += (*(f"sampler_kl_{third}/tokens_{third}" for third in THIRDS), "ratio/tokens", "clipped/tokens")
 
     def __init__(
         self,
@@ -146,6 +165,10 @@ class PolicyLoss(ScoredLoss):
         self.kl_weight, self.kl_estimator, self.kl_bias_correction = kl_weight, kl_estimator, kl_bias_correction
         self.entropy_weight, self.temperature = entropy_weight, temperature
         self.reference: Callable[[Batch], Tensor] | None = None
+        self.is_due: Callable[[], bool] = _never
+        self.report: ScoreReport | None = None
+        self.largest_log_ratio: Tensor | None = None
+        self._told: set[str] = set()
 
     def compute(self, model: Forward, batch: Batch) -> LossOutput:
         if self.kl_weight and batch.get("reference_log_probs") is None and self.reference is not None:
@@ -190,13 +213,54 @@ class PolicyLoss(ScoredLoss):
             sums |= {"entropy/tokens": scores.entropy, "ratio/tokens": log_ratio.exp(), "advantage/tokens": advantages}
             sums["clipped/tokens"] = clipped.to(log_prob.dtype)
             if batch.get("sampler_log_probs") is not None:
-                sums["sampler_kl/tokens"] = policy.kl_estimate(sampler, log_prob)
+                sums |= self._watched(log_prob, sampler, mask)
             stats = {name: value.expand_as(log_prob).where(mask, 0).sum().detach() for name, value in sums.items()}
             tokens, rows = mask.sum(), mask.any(-1)
             stats |= {"tokens": tokens, "rows": rows.sum(), "length/rows": tokens}
             if batch.get("reward") is not None:
                 stats["reward/rows"] = batch["reward"].where(rows, 0).sum()
         return LossOutput(loss_sum, count, stats=stats)
+
+    def _watched(self, log_prob: Tensor, sampler: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        """Return how far the sampler's log-probabilities are from the policy's: numbers of each token (B, T)."""
+        log_ratio = (log_prob - sampler).where(mask, 0).detach()
+        largest, kl = log_ratio.abs().max(), policy.kl_estimate(sampler, log_prob)
+        self.largest_log_ratio = largest if self.largest_log_ratio is None else largest.max(self.largest_log_ratio)
+        beyond = log_ratio.abs() > math.log(2)
+        numbers = {"sampler_kl/tokens": kl, "sampler_k1/tokens": -log_ratio, "sampler_beyond_2x/tokens": beyond.to(kl)}
+        place, length = mask.cumsum(-1) - 1, mask.sum(-1, keepdim=True).clamp(min=1)
+        for index, third in enumerate(THIRDS):
+            inside = (place * 3 // length == index).to(kl)
+            numbers |= {f"sampler_kl_{third}/tokens_{third}": kl * inside, f"tokens_{third}": inside}
+        return numbers
+
+    def watch_anew(self) -> None:
+        """Look for the cause of differences in the next batch, and tell each cause once more."""
+        self._told, self.is_due, self.report = set(), _always, None
+
+    def has_moved(self, kl: float) -> bool:
+        """Return whether the KL of a step, in nats per token, is beyond that of the last report."""
+        return not kl <= max(1e-4, 0.0 if self.report is None else 2 * self.report.k3)
+
+    def look_at(
+        self, scores: TokenScores, hidden_states: Tensor, targets: Tensor, head: Head, model: Forward, batch: Batch
+    ) -> None:
+        sampler = batch.get("sampler_log_probs")
+        if sampler is None or not self.is_due():
+            return
+        layer: dict[str, Any] = {}
+        if head.shard is None:  # else no rank has the whole output layer, and scores alone say less
+            hidden_states, weight, bias = head.operands(hidden_states)
+            layer = {"hidden_states": hidden_states, "weight": weight, "targets": targets, "bias": bias}
+            layer |= {"scale": head.scale, "softcap": head.softcap, "temperature": self.temperature}
+        own, self.is_due = model.own_positions(sampler), _never
+        self.report = compare_scores(scores.log_prob, own, targets != IGNORE_INDEX, **layer)
+        cause = self.report.cause
+        # A policy that has gone on from its rollouts, step by step, differs from their sampler and should.
+        tells = cause != score_causes.NONE and (cause != score_causes.WEIGHTS or self.report.k3 > _FAR)
+        if tells and cause not in self._told:
+            self._told.add(cause)
+            warnings.warn(str(self.report), stacklevel=2)
 
     def _check_needed(self, batch: Batch) -> None:
         """Raise a UserError unless a batch has what the objective reads."""
@@ -252,18 +316,5 @@ class PolicyLoss(ScoredLoss):
         if trained.any() and not advantages.where(trained, 0).any():
             warnings.warn(
                 "all advantages of a batch are zero, so it trains nothing; are all rewards of a prompt equal?",
-                stacklevel=2,
-            )
-        if batch.get("sampler_log_probs") is None:
-            return
-        hidden_states, head, _ = model.hidden_states(batch)
-        log_prob = self.scores(hidden_states, targets, head).log_prob
-        sampler = batch["sampler_log_probs"].to(log_prob)
-        distance = policy.kl_estimate(sampler, log_prob).where(trained, 0).sum() / trained.sum().clamp(min=1)
-        if not distance.item() <= _FAR:
-            warnings.warn(
-                f"the rollouts' log-probabilities are not this model's: their KL from it is {distance.item():.3g} nats "
-                f"per token in the first batch, and {_FAR} is much; was it another checkpoint, tokenizer, or "
-                f"temperature than loss.temperature={self.temperature:g}?",
                 stacklevel=2,
             )

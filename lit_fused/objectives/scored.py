@@ -60,7 +60,15 @@ class ScoredLoss(LinearCrossEntropyLoss):
         scores = self.scores(hidden_states, targets, head)
         parts: list[Any] = [x if x is None else model.whole_rows(x, batch) for x in scores]
         whole = TokenScores(*parts)
-        return replace(self.of_scores(whole, model.whole_rows(targets, batch), batch), aux_loss=aux_loss)
+        output = replace(self.of_scores(whole, model.whole_rows(targets, batch), batch), aux_loss=aux_loss)
+        self.look_at(scores, hidden_states, targets, head, model, batch)
+        return output
+
+    def look_at(
+        self, scores: TokenScores, hidden_states: Tensor, targets: Tensor, head: Head, model: Forward, batch: Batch
+    ) -> None:
+        """Look at the scores of a batch that has been counted; a subclass that compares them with others overrides
+        it."""
 
     def scores(
         self,

@@ -21,15 +21,12 @@ from lit_fused.parallel.replicas import ReplicatedStrategy as ReplicatedStrategy
 from lit_fused.parallel.samplers import warn_of_repeated_rows as warn_of_repeated_rows
 from lit_fused.parallel.sharded import Sharded
 from lit_fused.parallel.strategies import FSDP2Strategy as FSDP2Strategy
-from lit_fused.strategy_names import register
 
 _CLASSES: tuple[tuple[type[Strategy], type[Placement]], ...] = (
     (SingleDeviceStrategy, OneDevice),
     (DDPStrategy, Replicated),
     (ModelParallelStrategy, Sharded),
 )
-
-register()
 
 
 def placement_class(strategy: type[Strategy]) -> type[Placement] | None:

@@ -11,6 +11,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from lit_fused.errors import UserError, checked_options
 from lit_fused.parallel.checkpoint import FolderCheckpoints
+from lit_fused.strategy_names import register
+
+register()
 
 
 class FSDP2Strategy(FolderCheckpoints):

@@ -258,6 +258,10 @@ class FusedLMModule(TrainedModel):
             one = torch.ones((), device=self.device)
             scale = one if scaler is None or not scaler.is_enabled() else scaler.scale(one)  # It stays on the device.
             self._log_norm(self.placement.gradient_norm(gradients) / scale)
+        self.log_step(metrics)
+
+    def log_step(self, metrics: dict[str, Tensor]) -> None:
+        """Log the means of an optimiser step over all ranks, by name."""
         self._log_loss(metrics.pop("loss"))
         self.log_dict({f"train/{name}": value for name, value in metrics.items()})
 

@@ -21,6 +21,7 @@ from lit_fused.objectives.distillation import NO_TEACHER, DistillationLoss, teac
 from lit_fused.objectives.policy_loss import PolicyLoss
 from lit_fused.objectives.preference_loss import log_probs
 from lit_fused.ops.teacher import check_vocabularies
+from lit_fused.parallel import HostCopy
 from lit_fused.training.frozen import FrozenModel
 from lit_fused.training.module import FusedCausalLMModule
 
@@ -132,8 +133,8 @@ class FusedPolicyModule(FusedCausalLMModule):
         Trainer().fit(module, lit_fused.data.RolloutDataModule("rollouts.jsonl", tokenizer=...))
 
     Batches are those of :class:`lit_fused.objectives.PolicyLoss`. It logs the mean reward, length, advantage, entropy,
-    kl, sampler_kl, ratio and share of clipped tokens beside what a
-    :class:`~lit_fused.training.module.FusedLMModule` logs, whose other arguments these are.
+    kl, ratio and share of clipped tokens, and how far the sampler's scores are from the policy's (docs/policy.md),
+    beside what a :class:`~lit_fused.training.module.FusedLMModule` logs, whose other arguments these are.
 
     Args:
         loss: a :class:`PolicyLoss`; default GRPO's.
@@ -167,6 +168,11 @@ class FusedPolicyModule(FusedCausalLMModule):
             used.reference = partial(_log_probs_at_temperature, frozen, used)
         elif kind != "stored":
             raise UserError(f"reference must be a model, copy or stored, got {kind!r}")
+        self._policy_loss = used
+
+    @property
+    def metric_names(self) -> set[str]:
+        return super().metric_names | {"sampler_largest_ratio"}
 
     def setup(self, stage: str) -> None:
         alone, equal, loss = self._of_data("alone") or 0, self._of_data("equal") or 0, self.model.loss
@@ -184,6 +190,27 @@ class FusedPolicyModule(FusedCausalLMModule):
                 "reward of all others of theirs"
             )
         super().setup(stage)
+        loss.watch_anew()
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._policy_loss.watch_anew()
+
+    def log_step(self, metrics: dict[str, Tensor]) -> None:
+        loss = self._policy_loss
+        if "sampler_kl" in metrics:  # on all ranks or on none
+            largest = loss.largest_log_ratio
+            largest = metrics["sampler_kl"].new_zeros(()) if largest is None else largest.float()
+            numbers = torch.stack([largest, metrics["sampler_kl"]])
+            watched, loss.largest_log_ratio = HostCopy(numbers), None  # the largest of all ranks
+            self.log("train/sampler_largest_ratio", numbers[0].exp())
+            loss.is_due = partial(_has_moved, loss, watched)
+        super().log_step(metrics)
+
+
+def _has_moved(loss: PolicyLoss, watched: HostCopy) -> bool:
+    """Return whether the last step's scores ask for a cause. Its numbers have come by now: no device waits."""
+    return loss.has_moved(watched.read()[1])
 
 
 def _log_probs_at_temperature(frozen: FrozenModel, loss: PolicyLoss, batch: Batch) -> Tensor:

@@ -225,7 +225,7 @@ def test_rollouts_of_another_model_are_told_with_their_kl(tmp_path):
     module = FusedPolicyModule(tiny_model("llama"), PolicyLoss("grpo"))
     for line in rollouts:
         line["log_probs"] = [-1.0] * len(line["log_probs"])
-    with pytest.warns(UserWarning, match=r"their KL from it is [\d.]+ nats per token"):
+    with pytest.warns(UserWarning, match=r"Cause: mask \(all scores are -1\).* KL [\d.]+ nats per token"):
         quiet_trainer(tmp_path, max_steps=1).fit(module, data_of(tmp_path, rollouts))
     own = lines(log_probs=False)
     with torch.no_grad():
@@ -234,7 +234,7 @@ def test_rollouts_of_another_model_are_told_with_their_kl(tmp_path):
             log_p = module.backbone(input_ids=ids).logits[0, -after - 1 : -1].log_softmax(-1)
             line["log_probs"] = log_p.gather(-1, ids[0, -after:, None])[:, 0].tolist()
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="the rollouts")
+        warnings.filterwarnings("error", message="the sampler's")
         quiet_trainer(tmp_path, max_steps=1).validate(module, data_of(tmp_path, own), verbose=False)
 
 

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import build_site
+import llms_text
 import pytest
 import tools_here
 import yaml
@@ -28,21 +29,13 @@ needs_site = pytest.mark.skipif(
 )
 
 
-def pages_of(navigation: list[dict[str, object]] | object) -> list[str]:
-    """Return the pages that a navigation lists, at any depth."""
-    if isinstance(navigation, str):
-        return [navigation]
-    assert isinstance(navigation, list)
-    return [page for entry in navigation for value in entry.values() for page in pages_of(value)]
-
-
 @pytest.mark.slow
 @needs_site
 def test_the_site_builds_with_every_page_and_fetches_nothing(tmp_path: Path) -> None:
     config = build_site.stage(tmp_path)
     done = build_site.build(config)
     assert done.returncode == 0, done.stdout + done.stderr
-    listed = set(pages_of(yaml.safe_load(config.read_text())["nav"]))
+    listed = {page for *_, page in llms_text.pages_of(yaml.safe_load(config.read_text())["nav"])}
     site, staged = tmp_path / "site", {p.relative_to(tmp_path / "docs") for p in (tmp_path / "docs").rglob("*.md")}
     for page in staged:  # a README is its folder's index
         assert (site / page.with_name(page.name.replace("README", "index"))).with_suffix(".html").exists(), page
@@ -56,6 +49,24 @@ def test_the_site_builds_with_every_page_and_fetches_nothing(tmp_path: Path) -> 
     check_reference(site)
     assert re.search(r"<img[^>]*quickstart_\d+\.png", (site / "examples" / "quickstart.ipynb.html").read_text())
     assert "<img" in (site / "index.html").read_text()
+
+
+def test_llms_txt_lists_every_page_with_a_sentence_and_llms_full_has_its_text(tmp_path: Path) -> None:
+    build_site.stage(tmp_path)
+    llms_text.write(tmp_path, tmp_path / "site")
+    index, whole = ((tmp_path / "site" / name).read_text() for name in ("llms.txt", "llms-full.txt"))
+    title, empty, summary, *rest = index.splitlines()
+    assert (title, empty, summary[:8]) == ("# lit_fused", "", "> Train ")
+    links = [re.fullmatch(r"- \[[^]]+\]\(([^)]+)\): \S.{10,}", line) for line in rest if line and line[:3] != "## "]
+    assert all(links), rest
+    listed = [link[1] for link in links if link]
+    assert sorted(listed) == sorted(
+        path.relative_to(tmp_path / "docs").as_posix() for path in (tmp_path / "docs").rglob("*.md")
+    )
+    assert re.findall(r"^<!-- (\S+\.md) -->$", whole, re.MULTILINE) == listed
+    assert all((tmp_path / "site" / page).read_text().strip() in whole for page in listed)
+    for name in lit_fused.__all__:  # of each the docstring
+        assert re.search(rf"^## lit_fused\.{name}\b.*\n\n{re.escape(first_words(name))}", whole, re.MULTILINE), name
 
 
 # This script returns the elements that are cut off at the right because nothing around them scrolls.
@@ -90,6 +101,14 @@ def test_nothing_is_cut_off_on_a_phone_or_a_laptop_and_the_switch_makes_it_dark(
         browser.close()
 
 
+def first_words(name: str) -> str:
+    """Return how the docstring of a public name begins, up to the first piece of code."""
+    line = build_site.without_roles((getattr(lit_fused, name).__doc__ or "").splitlines()[0])
+    words = line.split("`")[0].strip()
+    assert words, name
+    return words
+
+
 def check_reference(site: Path) -> None:
     """Every public name has an entry under the name by which it is imported, with its parameters and its docstring."""
     pages = "".join(path.read_text() for path in (site / "api").glob("*.html"))
@@ -98,8 +117,7 @@ def check_reference(site: Path) -> None:
         definition = getattr(lit_fused, name)
         assert re.search(rf'<h2 id="{re.escape(definition.__module__)}\.{name}"[^>]*>', pages), name
         assert f"lit_fused.{name}" in text
-        first = (definition.__doc__ or "").splitlines()[0].split("`")[0].strip()
-        assert first, name
+        first = first_words(name)
         assert " ".join(first.split()[:4]) in text, name
 
 
