@@ -20,6 +20,7 @@ from lit_fused.objectives import PreferenceLoss
 from lit_fused.objectives.distillation import NO_TEACHER, DistillationLoss, teacher_head
 from lit_fused.objectives.policy_loss import PolicyLoss
 from lit_fused.objectives.preference_loss import log_probs
+from lit_fused.ops import TeacherHead
 from lit_fused.ops.teacher import check_vocabularies
 from lit_fused.parallel import HostCopy
 from lit_fused.training.frozen import FrozenModel
@@ -278,4 +279,8 @@ class FusedDistillationModule(FusedCausalLMModule):
                 )
             check_vocabularies(self.teacher.model.vocabulary, entries)
         elif stored is not None:
-            self.model.loss.check_stored(stored.header.vocabulary, stored.header.temperature, entries)
+            loss, header = self.model.loss, stored.header
+            temperature = header.temperature if header.width is None else loss.of_loss.temperature
+            loss.check_stored(header.vocabulary, temperature, entries)
+            if header.width is not None:
+                loss.output_layer = TeacherHead(torch.empty(0), **stored.output_layer())
