@@ -4,8 +4,9 @@
     python benchmarks/planned_lengths.py --out docs/evidence/long_context.json --draw   # draws what is stored
     python benchmarks/planned_lengths.py --tiny --lengths 512 1024 --out /tmp/lengths.json
 
-The figures are predicted, not measured: of one device, an H200 by default, with layers that are not compiled. A way
-ends with the first length that the device has too little memory for. A plan takes half a minute.
+The lines are predicted, of one device, an H200 by default, with layers that are not compiled; the picture has marks for
+what long_rows.py measured, with compiled layers. A way ends with the first length that the device has too little memory
+for. A plan takes half a minute.
 """
 
 import argparse
@@ -66,7 +67,7 @@ def figures(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def draw(found: dict[str, Any], picture: Path) -> None:
+def draw(found: dict[str, Any], measured: list[dict[str, Any]], picture: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -81,6 +82,10 @@ def draw(found: dict[str, Any], picture: Path) -> None:
         axes.plot(lengths[: len(gib)], gib, "o-", color=color, markersize=4, linewidth=2)
         label = name.replace(" memory=none", "").replace(" strategy", "\nstrategy")
         axes.annotate(label, (ends, gib[-1]), (8, 0), textcoords="offset points", va="center", color=color)
+    for label, way, mark in (("measured", "memory=", "D"), ("Liger, measured", "liger", "x")):
+        points = [(row["length"], row["gpu_gib"]) for row in measured if row["way"].startswith(way)]
+        axes.plot(*zip(*points, strict=True), mark, color=TEXT, markersize=7, label=label, zorder=3)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     limit = found["memory_gib"]
     axes.axhline(limit, color=TEXT, linewidth=1, linestyle=(0, (5, 3)))
     axes.annotate(f"an H200, {limit:.0f} GiB", (lengths[0], limit), (0, 4), textcoords="offset points")
@@ -94,7 +99,7 @@ def draw(found: dict[str, Any], picture: Path) -> None:
     axes.tick_params(length=0)
     axes.grid(axis="y", color=TEXT, alpha=0.2)
     axes.spines[:].set_visible(False)
-    axes.set_title(f"Planned GiB of a GPU over tokens of a row: {found['model']}, {found['precision']}", loc="left")
+    axes.set_title(f"GiB of a GPU over tokens of a row: {found['model']}, {found['precision']}", loc="left")
     figure.savefig(picture, dpi=130, transparent=True)
     pyplot.close(figure)
 
@@ -110,7 +115,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if not options.draw:
         options.out.write_text(json.dumps(figures(options), indent=1) + "\n")
-    draw(json.loads(options.out.read_text()), options.out.with_suffix(".png"))
+    measured = json.loads((ROOT / "docs/evidence/long_rows.json").read_text())["rows"]  # of long_rows.py, compiled
+    draw(json.loads(options.out.read_text()), measured, options.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

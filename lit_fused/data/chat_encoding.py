@@ -27,13 +27,15 @@ from lit_fused.data.conversations import (
     column_of_messages,
     read_conversation,
     says,
+    weight_of,
 )
-from lit_fused.data.encoding import Encoded, LeftOut, context_and_answer, joined
+from lit_fused.data.encoding import Encoded, LeftOut, as_mask, joined
 from lit_fused.data.tokenizer import MIN_VOCAB_SIZE
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, check_switches
 
 Flags = npt.NDArray[np.bool_]  # of tokens, (n,)
 Span = tuple[int, int]  # of characters, the end exclusive
+Answer = tuple[int, int, float]  # an answer's characters, and the weight of its loss
 _WRITES_ALL = "set data.chat_template to chatml, which writes all, or to a file"
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds them
 
@@ -45,12 +47,15 @@ class ChatEncoding(TemplatedEncoding):
     A record is ``{"messages": [{"role", "content"}, ...]}``, perhaps with ``"tools"``, or ShareGPT's
     ``{"conversations": [{"from", "value"}, ...]}``.
 
+    An answer's ``"weight"`` is a factor on its loss; one of weight 0 is context.
+
     Their tokens are those of ``tokenizer.apply_chat_template``. What the assistant says includes the token that ends
     its turn. Messages without anything to learn (empty answers) are context. What follows the last answer is left out.
     UserError: the tokenizer has no chat template, or does not tell which characters a token holds.
 
     Attributes:
         messages_column: The column of the messages where it has another name.
+        train_on_prompt: Loss is on all tokens but those of answers of weight 0.
         chat_template, template_kwargs: See :class:`lit_fused.data.chat_template.TemplatedEncoding`. A tokenizer that is
             trained on the conversations has ChatML.
     """
@@ -58,6 +63,11 @@ class ChatEncoding(TemplatedEncoding):
     min_vocab_size = MIN_VOCAB_SIZE + len(CHATML_TOKENS)
 
     messages_column: str | None = None
+    train_on_prompt: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_switches({"train_on_prompt": bool}, {"train_on_prompt": self.train_on_prompt})
 
     def form(self, columns: Sequence[str]) -> str:
         """Return the name of the form that records with these columns have. UserError: they hold no conversations."""
@@ -95,12 +105,18 @@ class ChatEncoding(TemplatedEncoding):
         """Return the documents of a conversation with loss on the answers from message ``first`` on. LeftOut: it has
         none, or the template does not write it so that they can be told from the rest."""
         answers = [i for i in range(first, len(messages)) if says(messages[i])]
+        weights = {i: weight_of(messages[i]) for i in answers}
+        if not self.train_on_prompt:
+            answers = [i for i in answers if weights[i] > 0]
         if not answers:
             raise LeftOut("the assistant says nothing")
         self._refuse_special_tokens(messages, tools)
         template = self.tokenizer.get_chat_template(tools=tools)
         render = self._marked_answer if _MARKS.search(template) else self._answer
-        rendered = {i: render(template, messages[: i + 1], tools) for i in answers}
+        rendered: dict[int, tuple[str, list[Answer]]] = {}
+        for i in answers:
+            text, spans = render(template, messages[: i + 1], tools)
+            rendered[i] = text, [(*span, weights[i]) for span in spans]
         parts, notes = list[Encoded](), list[str]()
         for number, (last, text, spans) in enumerate(_documents(rendered)):
             _refuse_lost(text, messages[: last + 1])
@@ -111,8 +127,9 @@ class ChatEncoding(TemplatedEncoding):
             if not text[: spans[-1][1]].endswith(self._ends):
                 notes.append("no token ends the answers: a model does not learn to stop")
             tokens = self._tokens(text)
-            if render == self._marked_answer or all(self._follows_prompt(text, begin, tokens) for begin, _ in spans):
-                parts.append(Encoded(tokens[0], wanted_tokens(tokens[1], spans, np.isin(tokens[0], self._added))))
+            if render == self._marked_answer or all(self._follows_prompt(text, begin, tokens) for begin, *_ in spans):
+                fixed = np.isin(tokens[0], self._added)
+                parts.append(Encoded(tokens[0], wanted_tokens(tokens[1], spans, fixed, float(self.train_on_prompt))))
             else:
                 notes.append("divided: prompts are encoded otherwise with an answer behind them")
                 parts += [self._prompt_and_answer(text, *span) for span in spans]
@@ -181,15 +198,16 @@ class ChatEncoding(TemplatedEncoding):
         tail, _ = self._tokens(text[begins[start] if start else 0 : begin])
         return np.array_equal(ids[start : start + len(tail)], tail)
 
-    def _prompt_and_answer(self, text: str, begin: int, end: int) -> Encoded:
+    def _prompt_and_answer(self, text: str, begin: int, end: int, weight: float) -> Encoded:
         """Encode the prompt as a model is given it, and the answer alone."""
         prompt, answer, whole = (self._tokens(part)[0].tolist() for part in (text[:begin], text[begin:end], text[:end]))
         check_border(self.tokenizer, text[:begin], text[begin:end], prompt + answer, whole)
-        return context_and_answer(prompt, answer)
+        weights = np.repeat(np.array([self.train_on_prompt, weight], np.float32), [len(prompt), len(answer)])
+        return Encoded(np.array([*prompt, *answer], dtype=np.int64), as_mask(weights))
 
 
-def _documents(rendered: Mapping[int, tuple[str, list[Span]]]) -> Iterator[tuple[int, str, list[Span]]]:
-    """Yield the documents that hold all answers: the number of the last message, the text, the answers' characters."""
+def _documents(rendered: Mapping[int, tuple[str, list[Answer]]]) -> Iterator[tuple[int, str, list[Answer]]]:
+    """Yield the documents that hold all answers: the number of the last message, the text, and the answers."""
     left, found = dict(rendered), []
     while left:
         last = max(left)
@@ -199,10 +217,13 @@ def _documents(rendered: Mapping[int, tuple[str, list[Span]]]) -> Iterator[tuple
     return reversed(found)
 
 
-def wanted_tokens(offsets: Sequence[Span], spans: Sequence[Span], fixed: Flags) -> Flags:
-    """Return which tokens (n,) have a character in one of the ordered ``spans``.
+def wanted_tokens(
+    offsets: Sequence[Span], answers: Sequence[Answer], fixed: Flags, of_others: float = 0.0
+) -> npt.NDArray[Any]:
+    """Return the weight of each token (n,): that of the answer of which it has a character, else ``of_others``; bool
+    where all are 0 or 1. The answers are in their order.
 
-    ``offsets`` are the characters of each token. A character of several tokens wants them all. A token that holds the
+    ``offsets`` are the characters of each token. A character of several tokens is of them all. A token that holds the
     end of the prompt and the beginning of an answer is the answer's, unless it is a ``fixed`` one (n,): an added token,
     which may swallow white space around it.
     """
@@ -210,10 +231,10 @@ def wanted_tokens(offsets: Sequence[Span], spans: Sequence[Span], fixed: Flags) 
     # A tokenizer that trims its offsets gives a token of white space none of its characters: those since the last one.
     reached = np.maximum.accumulate(np.concatenate([[0], ends[:-1]])) if len(ends) else ends
     begins = np.where(begins == ends, np.minimum(begins, reached), begins)
-    loss_mask = np.zeros(len(begins), dtype=bool)
-    for begin, end in spans:
-        loss_mask |= (begins < end) & (ends > begin) & ~(fixed & (begins < begin))
-    return loss_mask
+    weights = np.full(len(begins), of_others, dtype=np.float32)
+    for begin, end, weight in answers:
+        weights[(begins < end) & (ends > begin) & ~(fixed & (begins < begin))] = weight
+    return as_mask(weights)
 
 
 def _refuse_lost(text: str, messages: list[Message]) -> None:

@@ -1,13 +1,14 @@
 """Read conversations: messages as OpenAI's files and as ShareGPT's have them, in the form that chat templates read."""
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from lit_fused.data.encoding import LeftOut
-from lit_fused.errors import UserError
+from lit_fused.errors import UserError, check_number
 
 Message = dict[str, Any]  # "role", "content" (a string), perhaps "tool_calls" and what else a template reads
 
@@ -102,10 +103,18 @@ def _call(call: Message) -> Message:
 
 
 def says(message: Mapping[str, Any]) -> bool:
-    """Return whether there is anything to learn in a message: it is the assistant's, not empty and not of weight 0."""
+    """Return whether a message is the assistant's and not empty."""
     said = [message.get(key) for key in ("content", "tool_calls", "reasoning_content", "thinking")]
-    return (
-        message["role"] == "assistant"
-        and message.get("weight") != 0
-        and any(value.strip() if isinstance(value, str) else value for value in said)
-    )
+    is_empty = not any(value.strip() if isinstance(value, str) else value for value in said)
+    return message["role"] == "assistant" and not is_empty
+
+
+def weight_of(message: Mapping[str, Any]) -> float:
+    """Return the factor on the loss of a message, "weight", 1 by default."""
+    return loss_weight("weight of a message", message.get("weight"))
+
+
+def loss_weight(name: str, value: Any) -> float:
+    """Return a factor on a loss as Python's own, 1 for None. UserError unless it is a finite number of 0 or more."""
+    check_number(f"the {name}", 1 if value is None else value, "be a number of 0 or more", lambda x: 0 <= x < math.inf)
+    return 1.0 if value is None else float(value)

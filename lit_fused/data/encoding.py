@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -23,7 +23,7 @@ class Encoded:
     """The tokens of one document, its end-of-text token among them if it has one."""
 
     tokens: npt.NDArray[np.integer[Any]]  # (n,); a document without any is left out, and counted
-    loss_mask: npt.NDArray[np.bool_] | None = None  # (n,), True where loss is wanted; None: everywhere
+    loss_mask: npt.NDArray[Any] | None = None  # (n,), the weight of each token's loss, or a bool; None: 1 everywhere
     notes: tuple[str, ...] = ()  # for a person ("cut to 4096 tokens"); the preparation counts each
     ends: tuple[int, ...] | None = None  # the index after each, if it is stored as several documents; None: one
 
@@ -146,6 +146,16 @@ def context_and_answer(context: list[int], answer: list[int], notes: tuple[str, 
     """Return the document of both, with loss on the answer's tokens only."""
     tokens = np.array([*context, *answer], dtype=np.int64)
     return Encoded(tokens, np.arange(len(tokens)) >= len(context), notes)
+
+
+def as_mask(weights: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
+    """Return weights as bool if each is 0 or 1, else as they are."""
+    return weights != 0 if np.isin(weights, (0, 1)).all() else weights
+
+
+def with_prompt(document: Encoded) -> Encoded:
+    """Return a document with loss on all of its tokens."""
+    return replace(document, loss_mask=np.ones(len(document.tokens), np.bool_))
 
 
 def joined(parts: Sequence[Encoded], notes: tuple[str, ...]) -> Encoded:

@@ -12,8 +12,8 @@ from typing import Any, cast
 from lit_fused.data.chat_encoding import ChatEncoding
 from lit_fused.data.chat_template import TemplatedEncoding
 from lit_fused.data.conversations import check_border, read_messages, read_tools, unknown_form
-from lit_fused.data.encoding import Encoded, LeftOut, context_and_answer
-from lit_fused.errors import UserError
+from lit_fused.data.encoding import Encoded, LeftOut, context_and_answer, with_prompt
+from lit_fused.errors import UserError, check_switches
 from lit_fused.models.special_tokens import closing_tokens, one_of_each
 
 # As the authors of Stanford's Alpaca wrote it: https://github.com/tatsu-lab/stanford_alpaca
@@ -42,11 +42,17 @@ class InstructionEncoding(TemplatedEncoding):
         prompt: The prompt's column, taken as it is; or text with ``{column}`` in it, such as ``"Q: {question}\\nA:"``.
             None: ``prompt``, or Alpaca's ``instruction`` and ``input`` (which may be missing or empty), in its words.
         completion: The completion's column. None: ``completion``, of Alpaca ``output``.
+        train_on_prompt: Loss is on the prompt as well.
         chat_template, template_kwargs: Of lists of messages.
     """
 
     prompt: str | None = None
     completion: str | None = None
+    train_on_prompt: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_switches({"train_on_prompt": bool}, {"train_on_prompt": self.train_on_prompt})
 
     @property
     def conversations(self) -> ChatEncoding:
@@ -98,7 +104,8 @@ class InstructionEncoding(TemplatedEncoding):
 
     def encode(self, document: Mapping[str, Any]) -> Encoded:
         found = self.answer(*self.prompt_and_completion(document), read_tools(document))
-        return self.fit_block(found, self.block_size)
+        fitted = self.fit_block(found, self.block_size)
+        return with_prompt(fitted) if self.train_on_prompt else fitted
 
     def answer(self, prompt: Any, answer: Any, tools: list[Any] | None = None) -> Encoded:
         """Return the document of a prompt and an answer, of any length. LeftOut: there is nothing to learn."""

@@ -75,11 +75,14 @@ class Rows(Dataset[dict[str, Tensor]]):
     Attributes:
         contents: How much of what there is, for a person.
         share_of_tokens: Of all positions; None where it depends on which rows are in a batch.
+        weight: A factor on the weights of the tokens' loss, which samples then have as "token_weights", float32; None:
+            they have none.
     """
 
     num_rows: int
     contents: str
     share_of_tokens: float | None = None
+    weight: float | None = None
 
     def __init__(self, store: Tokens, block_size: int, pad_token_id: int) -> None:
         self.store, self.block_size, self.pad_token_id = store, block_size, pad_token_id
@@ -100,16 +103,23 @@ class Rows(Dataset[dict[str, Tensor]]):
         tokens, loss_mask = self.store.read(start, stop)
         return tokens, tokens.copy() if loss_mask is None else np.where(loss_mask, tokens, IGNORE_INDEX)
 
-    def _block(self, tokens: Integers, labels: Integers) -> dict[str, Tensor]:
-        """Return a row of ``block_size``, padded."""
-        return {
-            name: F.pad(torch.from_numpy(values), (0, self.block_size - len(values)), value=fill)
-            for name, values, fill in (("input_ids", tokens, self.pad_token_id), ("labels", labels, IGNORE_INDEX))
-        }
+    def _weights(self, start: int, stop: int) -> dict[str, Tensor]:
+        if self.weight is None:
+            return {}
+        return {"token_weights": torch.from_numpy(self.store.weights(start, stop)) * self.weight}
+
+    def _block(self, row: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a row padded to ``block_size``."""
+        fills = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX, "token_weights": 0}
+        return {name: F.pad(row[name], (0, self.block_size - len(row[name])), value=fills[name]) for name in row}
 
     def _documents_in_rows(self, most: str = "") -> str:
         documents = counted(self.store.num_documents, "document")
         return f"{documents} in {counted(len(self), 'row')} of {most}{self.block_size} tokens"
+
+
+def _sample(tokens: Integers, labels: Integers) -> dict[str, Tensor]:
+    return {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
 
 
 class StreamBlocks(Rows):
@@ -123,7 +133,8 @@ class StreamBlocks(Rows):
 
     def _row(self, index: int) -> dict[str, Tensor]:
         start = index * self.block_size
-        return self._block(*self._read(start, start + self.block_size))
+        stop = start + self.block_size
+        return self._block(_sample(*self._read(start, stop)) | self._weights(start, stop))
 
 
 class SingleDocuments(Rows):
@@ -137,15 +148,12 @@ class SingleDocuments(Rows):
         self.contents = self._documents_in_rows("at most ")
 
     def _row(self, index: int) -> dict[str, Tensor]:
-        tokens, labels = self._piece(index)
-        return {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
-
-    def _piece(self, index: int) -> tuple[Integers, Integers]:
-        """Return (tokens, labels) of a piece, whose first token is no target."""
+        """Return a piece, whose first token is no target."""
         start = int(self.starts[index])
-        tokens, labels = self._read(start, start + int(self.lengths[index]))
+        stop = start + int(self.lengths[index])
+        tokens, labels = self._read(start, stop)
         labels[0] = IGNORE_INDEX
-        return tokens, labels
+        return _sample(tokens, labels) | self._weights(start, stop)
 
 
 class DocumentBlocks(SingleDocuments):
@@ -159,11 +167,11 @@ class DocumentBlocks(SingleDocuments):
         self.contents = self._documents_in_rows()
 
     def _row(self, index: int) -> dict[str, Tensor]:
-        pieces = self.order[self.ends[index - 1] if index else 0 : self.ends[index]]
-        tokens, labels = zip(*map(self._piece, pieces), strict=True)
-        lengths = [len(part) for part in tokens]
+        pieces = [*map(super()._row, self.order[self.ends[index - 1] if index else 0 : self.ends[index]])]
+        lengths = [len(piece["input_ids"]) for piece in pieces]
         positions = [torch.arange(length) for length in (*lengths, self.block_size - sum(lengths))]
-        return self._block(np.concatenate(tokens), np.concatenate(labels)) | {"position_ids": torch.cat(positions)}
+        row = self._block({name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]})
+        return row | {"position_ids": torch.cat(positions)}
 
 
 class PairRows(Rows):
@@ -176,9 +184,11 @@ class PairRows(Rows):
 
     def _row(self, index: int) -> dict[str, Tensor]:
         end = int(self.store.ends[index])
-        tokens, loss_mask = self.store.read(end - int(self.store.lengths[index]), end)
+        start = end - int(self.store.lengths[index])
+        tokens, loss_mask = self.store.read(start, end)
         assert loss_mask is not None
-        return {"input_ids": torch.from_numpy(tokens[~loss_mask]), "labels": torch.from_numpy(tokens[loss_mask])}
+        weights = {name: values[torch.from_numpy(loss_mask)] for name, values in self._weights(start, end).items()}
+        return _sample(tokens[~loss_mask], tokens[loss_mask]) | weights
 
 
 def pad_documents(samples: list[dict[str, Tensor]], pad_token_id: int) -> dict[str, Tensor]:

@@ -41,6 +41,11 @@ class PreferenceEncoding(InstructionEncoding):
     rejected: str = "rejected"
     label: str = "label"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.train_on_prompt:
+            raise UserError("data.train_on_prompt is not for preferences, which are learned by their answers")
+
     def encode(self, document: Mapping[str, Any]) -> Encoded:
         names, of_data = self._answers(document), self._answers(self.columns or document)
         if names != of_data:  # A pair without a second answer would be compared with nothing.

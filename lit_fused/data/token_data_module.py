@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lit_fused.data.conversations import loss_weight as checked_weight
 from lit_fused.data.encoding import Encoding, Packing, TextEncoding
 from lit_fused.data.loader import BatchDataModule, BatchLoader
 from lit_fused.data.mixture import MixedRows
@@ -39,12 +40,14 @@ class Records:
     path: str | Path | None
     options: Mapping[str, Any] = field(default_factory=dict)
     text_column: str | None = None  # where it has another name in these alone
+    loss_weight: str | float | None = None  # as of TokenDataModule, of these alone
 
-    def load(self, text_column: str | None, cache_dir: str | Path | None) -> Dataset:
-        """Return the records; of texts, with their column alone."""
+    def load(self, text_column: str | None, cache_dir: str | Path | None, weight: str | None) -> Dataset:
+        """Return the records; of texts, with their column and that of their weights alone."""
         own = self.text_column or text_column
         options = {"cache_dir": cache_dir, **self.options}
-        found = load_records(self.path, columns=None if own is None else [own], **options)
+        columns = None if own is None else [own, *([weight] if weight else [])]
+        found = load_records(self.path, columns=columns, **options)
         return found if own is None or own == text_column else found.rename_column(own, str(text_column))
 
 
@@ -96,6 +99,8 @@ class TokenDataModule(BatchDataModule):
         encoding: How documents become tokens. None: the source is tokens already.
         val_source: What is held out, one or several by name. None: ``val_fraction`` of each source.
         weights: A number of 0 or more for each of several sources. None: each row comes once in an epoch.
+        loss_weight: In training, a factor on the loss of each document: the column that has it, or the name by which
+            messages have it; or a number, for one of several sources (:class:`Records`). None: 1.
         block_size: Tokens per sample; for pairs, the most tokens of a source and of a target.
         val_fraction: The share of the documents (of arrays: of the tokens) that is held out.
         tokenizer: The name or folder of a tokenizer. None: one is trained on the training documents.
@@ -119,6 +124,7 @@ class TokenDataModule(BatchDataModule):
         *,
         val_source: Sources = None,
         weights: Mapping[str, float] | None = None,
+        loss_weight: str | float | None = None,
         block_size: int = 1024,
         batch_size: int = 8,
         val_fraction: float = 0.05,
@@ -144,6 +150,11 @@ class TokenDataModule(BatchDataModule):
             self.sets += [_Set(name, part, 1.0) for name, part in _named("data.val_path", val_source).items()]
         if encoding is not None:
             check_whole("data.vocab_size", vocab_size, encoding.min_vocab_size)
+        own = {part.name: getattr(part.source, "loss_weight", None) for part in self.sets if part.val_fraction < 1}
+        self.loss_weights = {name: loss_weight if weight is None else weight for name, weight in own.items()}
+        self.is_weighted = any(weight is not None for weight in self.loss_weights.values())
+        if self.is_weighted and (encoding is None or self.packing in ("padded", "packed")):
+            raise UserError("data.loss_weight is for texts, conversations, instructions and pairs")
         self.weights = None if weights is None else {str(name): float(weight) for name, weight in weights.items()}
         self.encoding, self.block_size, self.max_vocab_size = encoding, block_size, vocab_size
         self.tokenizer_name, self.cache_dir, self.prepare_workers = tokenizer, cache_dir, prepare_workers
@@ -209,7 +220,8 @@ class TokenDataModule(BatchDataModule):
         records, splits = {}, {}
         for part in self.sets:
             source = part.source if isinstance(part.source, Dataset | Records) else Records(part.source)
-            found = source.load(column, self.cache_dir) if isinstance(source, Records) else source
+            weight = self._weight_column(part)
+            found = source.load(column, self.cache_dir, weight) if isinstance(source, Records) else source
             if form := encoding.form(found.column_names):
                 rank_zero_info(f"data.path{f'.{part.name}' * bool(part.name)}: {form}")
             records[part] = found
@@ -218,8 +230,21 @@ class TokenDataModule(BatchDataModule):
             training = [(records[part], splits[part]) for part in self.sets if part.val_fraction < 1]
             tokenizer = trained_tokenizer(training, encoding, self.max_vocab_size)
         encoder = encoding.encoder(tokenizer, self.block_size)
-        tables = {part: tokenized(records[part], encoder, splits[part], self.prepare_workers) for part in self.sets}
+        tables = {
+            part: tokenized(records[part], encoder, splits[part], self.prepare_workers, self._weight_column(part))
+            for part in self.sets
+        }
         return encoder.tokenizer, tables
+
+    def _weight_column(self, part: _Set) -> str | None:
+        weight = self.loss_weights.get(part.name) if part.val_fraction < 1 else None
+        return weight if isinstance(weight, str) else None
+
+    def _weight_of_set(self, name: str) -> float | None:
+        """Return the factor on the loss of a set that is trained on, None where no set has any."""
+        weight = self.loss_weights[name]
+        factor = 1.0 if isinstance(weight, str) else checked_weight(f"data.loss_weight of {name or 'the data'}", weight)
+        return factor if self.is_weighted else None
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -281,6 +306,7 @@ class TokenDataModule(BatchDataModule):
 
     def _rows(self, side: str, name: str, tokens: Tokens) -> Rows:
         rows = self._plain_rows(tokens)
+        rows.weight = self._weight_of_set(name) if side == "train" else None  # Evaluations compare whatever is weighed.
         return rows if self.stored_scores is None else self.stored_scores.of(_set_name(side, name), rows)
 
     def _masked(self, rows: Rows) -> Rows:
@@ -347,7 +373,8 @@ def compose_data(
         own = dict(given) if isinstance(given, Mapping) else {"path": given}
         if getattr(read, "func", read) is TokenArrays:  # Hydra gives classes as partials.
             return TokenArrays(**{**of_read, **own})
-        return Records(own.pop("path"), text_column=own.pop("text_column", None), options={**of_read, **own})
+        of_set = {name: own.pop(name, None) for name in ("text_column", "loss_weight")}
+        return Records(own.pop("path"), options={**of_read, **own}, **of_set)
 
     val_source = None if options.get("val_path") is None else source(options["val_path"])
     return TokenDataModule(

@@ -9,7 +9,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +19,8 @@ from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lit_fused.atomic import written_whole
-from lit_fused.data.encoding import Encoded, Encoding
+from lit_fused.data.conversations import loss_weight
+from lit_fused.data.encoding import Encoded, Encoding, leave_out
 from lit_fused.data.records import bars_in_a_terminal_alone
 from lit_fused.data.split import Split
 from lit_fused.data.tokenizer import tokenizer_digest, vocab_size_of
@@ -56,11 +57,15 @@ def trained_tokenizer(
     return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
 
 
-def tokenized(records: Dataset, encoder: Encoding, split: Split, workers: int | None = None) -> Dataset:
+def tokenized(
+    records: Dataset, encoder: Encoding, split: Split, workers: int | None = None, weight: str | None = None
+) -> Dataset:
     """Return the documents as a table of "input_ids", "held_out", "note" for a person, and "loss_mask", 1 where loss is
     wanted, unless it is everywhere. A document that is left out has no tokens.
 
     Args:
+        weight: The column of numbers by which a document's "loss_mask", then float32, is multiplied, or the name of
+            such numbers in its messages; without one 1. A document of weight 0 is left out.
         workers: Processes. None: one for each core, for more than 64 MiB.
     """
     if workers is None:
@@ -68,17 +73,21 @@ def tokenized(records: Dataset, encoder: Encoding, split: Split, workers: int | 
     if workers > 1:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # The processes are the parallelism.
     column, encoder.columns = encoder.text_column, records.column_names
-    encode = _Encode(encoder, split, column, "uint16" if vocab_size_of(encoder.tokenizer) <= 2**16 else "uint32")
+    if weight is not None and weight not in records.column_names and (column or not _in_messages(weight, records)):
+        there = ", ".join(records.column_names)
+        raise UserError(f"data.loss_weight={weight} is no column of the data, which have {there}")
+    dtype = "uint16" if vocab_size_of(encoder.tokenizer) <= 2**16 else "uint32"
+    encode = _Encode(encoder, split, column, weight, dtype)
     files = [file["filename"] for file in records.cache_files]
     options = type(encoder).__name__, asdict(cast(Any, encoder)), encoder.block_size
-    key = files, len(records), options, tokenizer_digest(encoder.tokenizer), asdict(split)
+    key = files, len(records), options, tokenizer_digest(encoder.tokenizer), asdict(split), weight
     with bars_in_a_terminal_alone():
         return records.map(
             encode,
             with_indices=True,
             batched=True,
             batch_size=_batch_size(records),
-            input_columns=column,
+            input_columns=column if column is None or weight is None else [column, weight],
             remove_columns=records.column_names,
             features=encode.features,
             num_proc=min(workers, len(records)) if workers > 1 else None,
@@ -86,6 +95,11 @@ def tokenized(records: Dataset, encoder: Encoding, split: Split, workers: int | 
             new_fingerprint=_digest(*key) if files else None,
             desc="encoding",
         )
+
+
+def _in_messages(weight: str, records: Dataset) -> bool:
+    """Return whether something in the first records has an entry of this name."""
+    return f"{weight!r}:" in repr(records[:1000])
 
 
 def notes_of(table: Dataset) -> Counter[str]:
@@ -100,18 +114,28 @@ class _Encode:
     encoder: Encoding
     split: Split
     column: str | None
+    weight: str | None
     dtype: str
 
     @property
     def features(self) -> Features:
         kinds = {"input_ids": List(Value(self.dtype)), "held_out": Value("bool"), "note": Value("string")}
-        return Features(kinds | ({} if self.column else {"loss_mask": List(Value("uint8"))}))
+        return Features(kinds | ({"loss_mask": List(Value(self._of_mask))} if self._of_mask else {}))
 
-    def __call__(self, batch: Any, indices: list[int]) -> pa.Table:
+    @property
+    def _of_mask(self) -> str | None:
+        return "float32" if self.weight else None if self.column else "uint8"
+
+    def __call__(self, batch: Any, *others: list[Any]) -> pa.Table:
+        """Return the documents of texts, with their weights if there are any, or of records; the last are indices."""
+        indices = others[-1]
+        weights = others[0] if len(others) > 1 else [] if self.column else batch.get(self.weight, [])
         documents = zip(indices, _contents(batch, self.column), strict=True)
         parts = [(index, *part) for index, content in documents if content for part in self.split.sides(content)]
         tokens, lengths, loss_mask, held_out, notes = [], [], [], [], []
-        for (_, is_out, _), one in zip(parts, self._encoded(parts), strict=True):
+        for (index, is_out, _), one in zip(parts, self._encoded(parts), strict=True):
+            if self._of_mask is not None:
+                one = self._weighed(one, index, weights[index - indices[0]] if weights else None)
             ends = one.ends or (len(one.tokens),)
             lengths += np.diff([0, *ends]).tolist()
             held_out += [is_out] * len(ends)
@@ -120,7 +144,26 @@ class _Encode:
             loss_mask.append(one.loss_mask)
         columns = {"input_ids": _lists(tokens, lengths, self.dtype), "held_out": pa.array(held_out, pa.bool_())}
         columns["note"] = pa.array(notes, pa.string())
-        return pa.table(columns if self.column else columns | {"loss_mask": _lists(loss_mask, lengths, "uint8")})
+        if self._of_mask is not None:
+            columns["loss_mask"] = _lists(loss_mask, lengths, self._of_mask)
+        return pa.table(columns)
+
+    def _weighed(self, one: Encoded, index: int, weight: Any) -> Encoded:
+        """Return a document with the weights of its loss."""
+        mask = np.ones(len(one.tokens), np.bool_) if one.loss_mask is None else one.loss_mask
+        if self.weight is None:
+            if ((mask != 0) & (mask != 1)).any():
+                raise UserError(
+                    f"record {index + 1}: a message has a weight that is neither 0 nor 1; data.loss_weight=weight "
+                    "takes such weights"
+                )
+            return replace(one, loss_mask=mask)
+        try:
+            factor = loss_weight(f"column {self.weight!r}", weight)
+        except UserError as error:
+            raise UserError(f"record {index + 1}: {error}") from error
+        weighed = replace(one, loss_mask=mask * np.float32(factor))
+        return weighed if factor else leave_out(f"its {self.weight} is 0")
 
     def _encoded(self, parts: list[tuple[int, bool, Any]]) -> list[Encoded]:
         try:

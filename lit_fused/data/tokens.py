@@ -23,7 +23,7 @@ class Tokens:
 
     Args:
         tokens: Arrays, of which the stream is a part.
-        loss_mask: As ``tokens``, 1 where loss is wanted; None: everywhere.
+        loss_mask: As ``tokens``, the weight of each token's loss, 0 where none is wanted; None: 1 everywhere.
         starts, lengths: Of each document in ``tokens``, (D,).
         vocab_size: Every token is below it.
 
@@ -78,15 +78,20 @@ class Tokens:
         """Return the number of tokens of each document on which loss is wanted, (D,)."""
         if self._loss_mask is None:
             return self.lengths
-        return np.add.reduceat(
-            self._read(self._loss_mask, 0, self.num_tokens), self.ends - self.lengths, dtype=np.int64
-        )
+        is_wanted = self._read(self._loss_mask, 0, self.num_tokens) != 0
+        return np.add.reduceat(is_wanted, self.ends - self.lengths, dtype=np.int64)
 
     def read(self, start: int, stop: int) -> tuple[Integers, npt.NDArray[np.bool_] | None]:
         """Copy the tokens [start, stop), int64 (n,), and where loss is wanted, bool (n,); None: everywhere.
         As with a slice, there may be fewer at the end."""
         tokens = self._read(self._tokens, start, stop).astype(np.int64)
         return tokens, None if self._loss_mask is None else self._read(self._loss_mask, start, stop).astype(np.bool_)
+
+    def weights(self, start: int, stop: int) -> npt.NDArray[np.float32]:
+        """Return the weights of the loss of the tokens [start, stop), (n,)."""
+        if self._loss_mask is None:
+            return np.ones(min(stop, self.num_tokens) - start, np.float32)
+        return self._read(self._loss_mask, start, stop).astype(np.float32)
 
     def _read(self, array: Any, start: int, stop: int) -> npt.NDArray[Any]:
         parts, stop = [np.empty(0, np.uint8)], min(stop, self.num_tokens)

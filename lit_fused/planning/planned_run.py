@@ -54,7 +54,7 @@ class Plan(PlannedStep):
 
     @property
     def usable_gib(self) -> float:
-        """Of the GPU, without what a plan does not count."""
+        """Return the GPU's memory without what a plan does not count."""
         return _USABLE * (self.device_gib or 0)
 
     @property

@@ -186,7 +186,7 @@ def _optimizer_of(module: nn.Module, options: PlanOptions) -> Optimizer:
     if options.optimizer is not None:
         optimizer: Any = options.optimizer([p for p in module.parameters() if p.requires_grad])
     elif isinstance(module, FusedLMModule):
-        groups, fused = weight_decay_groups(module.model), options.precision != "16-mixed"
+        groups, fused = weight_decay_groups(module.model, module.no_decay), options.precision != "16-mixed"
         optimizer = build_optimizer(module.make_optimizer, groups, module.model, module, fused=fused)
     elif isinstance(module, L.LightningModule):
         optimizer = module.configure_optimizers()
