@@ -51,7 +51,7 @@ class Encoding:
     min_vocab_size: ClassVar[int] = MIN_VOCAB_SIZE
     whole_sequences: ClassVar[bool] = False
     text_column: str | None = None
-    mask_probability: float | None = None
+    mask_probability: float | str | None = None
     tokenizer: PreTrainedTokenizerBase
     block_size: int
     columns: Sequence[str] = ()
@@ -202,7 +202,9 @@ class TextEncoding(Encoding):
             if self.whole_words:
                 raise UserError("mask_probability=diffusion draws tokens, not words; choose whole_words=false")
         elif self.mask_probability is not None:
-            check_number("data.mask_probability", self.mask_probability, "be between 0 and 1", lambda x: 0 < x < 1)
+            check_number(
+                "data.mask_probability", self.mask_probability, "be between 0 and 1, or diffusion", lambda x: 0 < x < 1
+            )
         check_switches({"whole_words": bool}, {"whole_words": self.whole_words})
         for name, share in {"mask_replaced": self.mask_replaced, "mask_random": self.mask_random}.items():
             check_number(f"data.{name}", share, "be from 0 to 1", lambda x: 0 <= x <= 1)

@@ -14,6 +14,7 @@ resumed, and for any number of ranks and worker processes. N rows, T tokens.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +44,8 @@ class MaskedRows(Rows):
         self.probability = None if isinstance(share, str) or share is None else share  # None: that of diffusion
         chosen = "a share drawn for each row is" if self.probability is None else f"{self.probability:.0%} are"
         self.contents = f"{rows.contents}, of which {chosen} to be predicted"
-        self._special, self._mask = torch.tensor(tokenizer.all_special_ids), tokenizer.mask_token_id
+        self._special = torch.tensor(tokenizer.all_special_ids)
+        self._mask: Any = tokenizer.mask_token_id
         self._words = WordsOfTokens(tokenizer) if encoding.whole_words else None
         self._collator = DataCollatorForLanguageModeling(
             tokenizer,
