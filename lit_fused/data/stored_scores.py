@@ -10,6 +10,11 @@ and then, of a teacher, numbers of the positions with a target:
     log_probs        list of float32, theirs, in nats, over the header's temperature
     target_log_prob  list of float32, of the target of each position, over the same temperature
 
+or, of a teacher in place of these,
+
+    hidden_states    the bytes of (positions, D) numbers of the header's dtype: the input of its output layer, which is
+                     in a file beside it, NAME.head.pt
+
 or, of the reference of preferences:
 
     log_prob         list of float64, of each answer, the sum over its tokens in nats; behind that of a single answer
@@ -46,6 +51,7 @@ _OF_TOKENS = {
     "log_probs": (pa.float32(), "teacher_log_probs", torch.float32),
     "target_log_prob": (pa.float32(), "teacher_target_log_prob", torch.float32),
 }
+_OF_HIDDEN_STATES = {"hidden_states": (pa.binary(), "teacher_hidden_states", torch.float32)}
 _OF_ANSWERS = {"log_prob": (pa.float64(), "reference_log_prob", torch.float64)}
 
 
@@ -53,15 +59,19 @@ _OF_ANSWERS = {"log_prob": (pa.float64(), "reference_log_prob", torch.float64)}
 class ScoreHeader:
     """Describe what the numbers of a file are of."""
 
-    k: int | None  # entries of each position; None: the numbers are those of answers
+    k: int | None  # entries of each position, 0 with hidden states; None: the numbers are those of answers
     temperature: float
     vocabulary: int  # entries of the teacher that was scored
     model: str
     shifted: bool  # position t has the scores of label t + 1, as for causal models; else of label t
     rows: dict[str, int]  # by set, in the order in which they follow each other: "train", "val", or "train/web" ...
+    width: int | None = None  # D of hidden states, which are stored in place of entries; None: they are not
+    dtype: str = "float32"  # theirs
 
     @property
     def columns(self) -> dict[str, tuple[pa.DataType, str, torch.dtype]]:
+        if self.width is not None:
+            return _OF_HIDDEN_STATES
         return _OF_ANSWERS if self.k is None else _OF_TOKENS
 
     def places(self, row: Mapping[str, Tensor]) -> Tensor:
@@ -84,14 +94,15 @@ class ScoreWriter:
     def open(cls, path: str | Path, header: ScoreHeader) -> Iterator["ScoreWriter"]:
         """Yield a writer of a file that appears whole or not at all, when the ``with`` block has ended."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        lists = [pa.field(name, pa.list_(kind)) for name, (kind, *_) in header.columns.items()]
+        kinds = {name: kind for name, (kind, *_) in header.columns.items()}
+        lists = [pa.field(name, kind if pa.types.is_binary(kind) else pa.list_(kind)) for name, kind in kinds.items()]
         schema = pa.schema([pa.field("fingerprint", pa.uint32()), *lists], {_KEY: json.dumps(asdict(header))})
         with written_whole(Path(path)) as partial, pq.ParquetWriter(partial, schema) as file:
             yield cls(header, file)
 
     def add(self, row: Mapping[str, Tensor], scores: Sequence[Tensor]) -> None:
-        """Append a row of the data, given entries (T, k), log-probabilities (T, k) and the target's (T,), or the sums
-        of its answers. UserError if they are not finite."""
+        """Append a row of the data, given entries (T, k), log-probabilities (T, k) and the target's (T,), or hidden
+        states (T, D), or the sums of its answers. UserError if they are not finite."""
         places = self.header.places(row)
         numbers = [score[: len(places)][places.to(score.device)].flatten().cpu() for score in scores]
         if not all(values.isfinite().all() for values in numbers):
@@ -99,9 +110,25 @@ class ScoreWriter:
                 "the model's log-probabilities are not finite, so no scores are written; its weights may not be "
                 "finite, or float16 too narrow for it: try precision=bf16-mixed or 32-true"
             )
-        columns = zip([fingerprint(row), *(values.numpy() for values in numbers)], self.file.schema.types, strict=True)
-        table = pa.Table.from_arrays([pa.array([values], kind) for values, kind in columns], schema=self.file.schema)
+        if self.header.width is not None:
+            values: list[Any] = [each.contiguous().view(torch.uint8).numpy().tobytes() for each in numbers]
+        else:
+            values = [each.numpy() for each in numbers]
+        columns = zip([fingerprint(row), *values], self.file.schema.types, strict=True)
+        table = pa.Table.from_arrays([pa.array([each], kind) for each, kind in columns], schema=self.file.schema)
         self.file.write_table(table, row_group_size=1)
+
+
+def head_path(path: Path) -> Path:
+    """Return the path of the output layer beside a file of hidden states."""
+    return path.with_suffix(".head.pt")
+
+
+def write_output_layer(path: Path, layer: Mapping[str, Any]) -> None:
+    """Write the output layer of the hidden states of a file, whole or not at all."""
+    tensors = {name: value.cpu().clone() if isinstance(value, Tensor) else value for name, value in layer.items()}
+    with written_whole(head_path(path)) as partial:
+        torch.save(tensors, partial)
 
 
 class StoredScores:
@@ -117,6 +144,11 @@ class StoredScores:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StoredScores, (self.path,)
+
+    def output_layer(self) -> dict[str, Any]:
+        """Return the output layer of stored hidden states: "weight" (V, D), "bias" (V,) or None, "scale" and
+        "softcap"."""
+        return torch.load(head_path(self.path), map_location="cpu", weights_only=True, mmap=True)
 
     def of(self, name: str, rows: Rows) -> "ScoredRows":
         """Return a set's rows with their scores; UserError unless they are the rows that were scored."""
@@ -138,8 +170,14 @@ class StoredScores:
         places, found = self.header.places(row), {}
         for column, (_, name, dtype) in self.header.columns.items():
             width = (self.header.k or 0,) if column in ("entries", "log_probs") else ()
+            if self.header.width is not None:
+                width, dtype = (self.header.width,), getattr(torch, self.header.dtype)
             numbers = torch.full((len(places), *width), SCORES.get(name, 0.0), dtype=dtype)
-            numbers[places] = torch.tensor(values[column][0].values.to_numpy(), dtype=dtype).view(-1, *width)
+            if self.header.width is None:
+                numbers[places] = torch.tensor(values[column][0].values.to_numpy(), dtype=dtype).view(-1, *width)
+            elif places.any():
+                stored = bytearray(values[column][0].as_py())  # PyTorch warns of memory that it cannot write to.
+                numbers[places] = torch.frombuffer(stored, dtype=dtype).view(-1, *width)
             found[name] = numbers
         if "other_input_ids" in row and self.header.k is None:
             own = found["reference_log_prob"]

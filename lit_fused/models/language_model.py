@@ -51,7 +51,7 @@ from lit_fused.models.load import is_deferred
 from lit_fused.ops.label_checks import check_integers, check_one_per_position
 
 # Each loss beside cross entropy trains on one of these; a loss that does not would train on something else.
-OF_SOME_LOSSES = (WEIGHTS, "desirable", "reward", "advantages", "teacher_entries")
+OF_SOME_LOSSES = (WEIGHTS, "desirable", "reward", "advantages", "teacher_entries", "teacher_hidden_states")
 
 
 class LanguageModel(nn.Module):

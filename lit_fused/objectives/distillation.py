@@ -5,6 +5,9 @@ probable entries of each token with their log-probabilities, and the target's. A
 tail: with q_k stored and p_k the student's, q_0 = 1 - sum q_k and p_0 = 1 - sum p_k, the divergence is that of
 (q_0, q_1 .. q_K) and (p_0, p_1 .. p_K). It is exact where the K entries are all that have a probability, and never more
 than the divergence over the whole vocabulary (the data processing inequality).
+
+Or stored are the input of the teacher's output layer, D numbers of each token, and the layer once: from them every
+divergence is that of a teacher beside the student.
 """
 
 from collections.abc import Callable
@@ -30,6 +33,7 @@ NO_TEACHER = (
     "teacher=pretrained teacher.path=NAME_OR_FOLDER, or data.scores=FILE of mode=score"
 )
 STORED = ("teacher_entries", "teacher_log_probs", "teacher_target_log_prob")
+HIDDEN_STATES = "teacher_hidden_states"  # stored in their place, (B, T, D)
 
 
 class DistillationLoss(ScoredLoss):
@@ -49,10 +53,12 @@ class DistillationLoss(ScoredLoss):
 
     Attributes:
         teacher: returns the teacher's output layer and its input for a batch; None: batches have stored scores.
+        output_layer: of a teacher whose hidden states are stored, whole; it moves to where it is needed. Its own
+            ``hidden_states`` are not read.
     """
 
     statistics = ("divergence", "teacher_nll")
-    inputs = STORED
+    inputs = (*STORED, HIDDEN_STATES)
 
     @checked_options()
     def __init__(
@@ -78,6 +84,7 @@ class DistillationLoss(ScoredLoss):
         self.of_loss = Divergence(divergence, beta, temperature, divergence_weight, cross_entropy_weight)
         self.recompute = recompute
         self.teacher: Callable[[Batch], TeacherHead] | None = None
+        self.output_layer: TeacherHead | None = None
 
     def check_stored(self, vocabulary: int, temperature: float, entries: int) -> None:
         """Raise a UserError unless scores of a vocabulary and a temperature can train a student with ``entries``."""
@@ -96,7 +103,10 @@ class DistillationLoss(ScoredLoss):
     def compute(self, model: Forward, batch: Batch) -> LossOutput:
         targets = model.targets(batch)
         hidden_states, head, aux_loss = model.hidden_states(batch)
-        if self.teacher is None:
+        if self.teacher is None and batch.get(HIDDEN_STATES) is not None:
+            teacher = self._of_hidden_states(model.own_positions(batch[HIDDEN_STATES]), hidden_states, head)
+            found = self._beside(hidden_states, targets, head, teacher)
+        elif self.teacher is None:
             stored = [None if batch.get(name) is None else model.own_positions(batch[name]) for name in STORED]
             found = self._from_stored(hidden_states, targets, head, stored)
         else:
@@ -122,6 +132,20 @@ class DistillationLoss(ScoredLoss):
             **self.options,
         )
         return LossOutput(loss_sum, (targets != IGNORE_INDEX).sum(), stats=stats)
+
+    def _of_hidden_states(self, stored: Tensor, hidden_states: Tensor, head: Head) -> TeacherHead:
+        """Return the teacher of stored hidden states (B, T, D), with the entries of the vocabulary that the student has
+        here."""
+        if self.output_layer is None:
+            raise UserError(f"a batch has {HIDDEN_STATES} without the teacher's output layer; {NO_TEACHER}")
+        layer, device = self.output_layer, stored.device
+        if head.shard is not None and len(layer.weight) == head.shard.vocabulary:
+            own = slice(head.shard.start, head.shard.start + len(head.operands(hidden_states)[1]))
+            layer = layer._replace(weight=layer.weight[own], bias=None if layer.bias is None else layer.bias[own])
+        if layer.weight.device != device:
+            bias = None if layer.bias is None else layer.bias.to(device)
+            layer = self.output_layer = layer._replace(weight=layer.weight.to(device), bias=bias)
+        return layer._replace(hidden_states=stored)
 
     def _from_stored(self, hidden_states: Tensor, targets: Tensor, head: Head, stored: list[Any]) -> LossOutput:
         of_loss, stats = self.of_loss, {}

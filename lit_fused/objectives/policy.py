@@ -120,7 +120,7 @@ def kl_estimate(log_prob: Tensor, reference: Tensor, kind: str = "k3") -> Tensor
         return -difference
     if kind == "k2":
         return difference.square() / 2
-    return difference.exp() - difference - 1
+    return difference.expm1() - difference
 
 
 def token_weights(mask: Tensor, group: Group, normalization: str, length: float | None) -> tuple[Tensor, Tensor]:

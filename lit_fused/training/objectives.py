@@ -3,7 +3,7 @@
 Each says where its reference or its teacher comes from; the losses themselves are in objectives/.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,10 +20,12 @@ from lit_fused.objectives import PreferenceLoss
 from lit_fused.objectives.distillation import NO_TEACHER, DistillationLoss, teacher_head
 from lit_fused.objectives.policy_loss import PolicyLoss
 from lit_fused.objectives.preference_loss import log_probs
+from lit_fused.ops import TeacherHead
 from lit_fused.ops.teacher import check_vocabularies
 from lit_fused.parallel import HostCopy
 from lit_fused.training.frozen import FrozenModel
 from lit_fused.training.module import FusedCausalLMModule
+from lit_fused.training.optimizers import NO_DECAY
 
 _INSTEAD = (
     "give data with the reference's log-probabilities (reference=stored), choose an objective without a reference "
@@ -155,10 +157,11 @@ class FusedPolicyModule(FusedCausalLMModule):
         *,
         reference: nn.Module | str | None = None,
         check_every_n_steps: int = 100,
+        no_decay: Sequence[str] = NO_DECAY,
         compile: str = "none",
     ) -> None:
         options: dict[str, Any] = {"check_every_n_steps": check_every_n_steps, "compile": compile}
-        super().__init__(backbone, loss, optimizer, scheduler, **options)
+        super().__init__(backbone, loss, optimizer, scheduler, no_decay=no_decay, **options)
         used = self.model.loss
         assert isinstance(used, PolicyLoss)
         kind = ("copy" if used.kl_weight else "stored") if reference is None else reference
@@ -250,10 +253,11 @@ class FusedDistillationModule(FusedCausalLMModule):
         *,
         teacher: nn.Module | None = None,
         check_every_n_steps: int = 100,
+        no_decay: Sequence[str] = NO_DECAY,
         compile: str = "none",
     ) -> None:
         options: dict[str, Any] = {"check_every_n_steps": check_every_n_steps, "compile": compile}
-        super().__init__(backbone, loss, optimizer, scheduler, **options)
+        super().__init__(backbone, loss, optimizer, scheduler, no_decay=no_decay, **options)
         self.teacher = None
         if teacher is not None:
             instead = "store its probabilities with mode=score, and train with data.scores=FILE and teacher=null"
@@ -275,4 +279,8 @@ class FusedDistillationModule(FusedCausalLMModule):
                 )
             check_vocabularies(self.teacher.model.vocabulary, entries)
         elif stored is not None:
-            self.model.loss.check_stored(stored.header.vocabulary, stored.header.temperature, entries)
+            loss, header = self.model.loss, stored.header
+            temperature = header.temperature if header.width is None else loss.of_loss.temperature
+            loss.check_stored(header.vocabulary, temperature, entries)
+            if header.width is not None:
+                loss.output_layer = TeacherHead(torch.empty(0), **stored.output_layer())

@@ -1,5 +1,8 @@
 """``mode=score`` as a user types it, and a run that trains on its file."""
 
+import csv
+import re
+
 import pyarrow.parquet as pq
 import pytest
 from commands import TINY_MODEL, train
@@ -38,3 +41,25 @@ def test_a_teachers_scores_are_stored_and_a_student_trains_on_them_but_on_no_oth
     assert other.status == 1
     assert "scores.parquet" in other.plain
     assert "Traceback" not in other.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_student_of_stored_hidden_states_has_the_losses_of_the_teacher_beside_it_at_any_temperature(tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"line {n} says that {n} is less than {n + 1}\n" for n in range(80)))
+    fit = ("trainer.max_steps=4", "trainer.val_check_interval=2")
+    teacher = train(tmp_path, *TINY_MODEL, *TEXT, *fit, "hydra.run.dir=teacher")
+    assert teacher.status == 0, teacher.output
+    scored = train(tmp_path, "mode=score", "ckpt_path=teacher/checkpoints/last.ckpt", "score.hidden=true")
+    assert scored.status == 0, scored.output
+    [path] = re.findall(r"(\S+scores\.parquet): \d+ numbers \(float32\) of each position", scored.plain)
+    losses = []
+    ways = ((f"data.scores={path}",), ("teacher=pretrained", "teacher.path=teacher/exported"))
+    for name, way in zip(("stored", "beside"), ways, strict=True):
+        loss = ("loss.divergence=jsd", "loss.temperature=2")
+        run = train(tmp_path, "module=distillation", *way, *loss, *TINY_MODEL, *TEXT, *fit, f"hydra.run.dir={name}")
+        assert run.status == 0, run.output
+        lines = [*csv.DictReader((tmp_path / name / "metrics.csv").open())]
+        losses.append([float(line[key]) for line in lines for key in ("train/loss", "val/loss") if line[key]])
+    assert len(losses[0]) >= 4
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)

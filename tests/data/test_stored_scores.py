@@ -14,7 +14,7 @@ from data_modules import ready, text_data
 from torch import Tensor
 
 from lit_fused.data import TokenDataModule
-from lit_fused.data.stored_scores import ScoreHeader, ScoreWriter, StoredScores
+from lit_fused.data.stored_scores import ScoreHeader, ScoreWriter, StoredScores, write_output_layer
 from lit_fused.errors import UserError
 
 K = 3
@@ -69,6 +69,32 @@ def test_shuffled_batches_have_the_scores_of_their_rows(packing, workers, tmp_pa
             assert torch.equal(batch[name], wanted.where(valid, -1 if place == 0 else 0)), name
         rows += len(targets)
     assert rows > 8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_hidden_states_come_back_to_the_bit_with_the_output_layer(dtype, workers, tmp_path):
+    def states(labels: Tensor) -> Tensor:
+        return torch.sin(labels[:, None] * torch.arange(1, 9) / 7).to(dtype)
+
+    sets, path = data_of(tmp_path / "text").rows_in_order(), tmp_path / "scores.parquet"
+    counts = {name: len(rows) for name, rows in sets.items()}
+    header = ScoreHeader(0, 1.0, 300, "a teacher", True, counts, width=8, dtype=str(dtype).removeprefix("torch."))
+    layer = {"weight": torch.randn(300, 8, dtype=dtype), "bias": None, "scale": 0.5, "softcap": 30.0}
+    with ScoreWriter.open(path, header) as file:
+        write_output_layer(path, layer)
+        for rows in sets.values():
+            for index in range(len(rows)):
+                file.add(rows[index], [states(rows[index]["labels"])])
+    data = data_of(tmp_path / "text", scores=path, num_workers=workers)
+    for batch in data.train_dataloader():
+        targets = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+        wanted = torch.stack([states(labels) for labels in batch["labels"]])
+        assert torch.equal(batch["teacher_hidden_states"], wanted.where((targets >= 0)[..., None], 0))
+        assert batch["teacher_hidden_states"].dtype == dtype
+    found = StoredScores(path).output_layer()
+    assert torch.equal(found.pop("weight"), layer.pop("weight"))
+    assert found == layer
 
 
 def test_several_sets_have_their_own_scores(tmp_path):

@@ -30,7 +30,7 @@ from lit_fused import (
     PolicyLoss,
     PreferenceLoss,
 )
-from lit_fused.objectives.distillation import STORED, scores_to_store
+from lit_fused.objectives.distillation import STORED, scores_to_store, teacher_head
 from lit_fused.parallel.collectives import objects_of_ranks
 
 TRAINED: tuple[Any, ...] = (partial(torch.optim.SGD, lr=0.1), get_constant_schedule)
@@ -49,6 +49,17 @@ def distilled() -> Case:
 def stored() -> Case:
     loss = DistillationLoss("reverse_kl", temperature=2.0, cross_entropy_weight=0.5)
     batches = [batch | stored_scores(other_model(), batch, 7, 2.0) for batch in (rows(2, 1), rows(2, 2))]
+    return FusedDistillationModule(tiny_model(MODEL), loss, *TRAINED), batches
+
+
+@torch.no_grad()
+def stored_hidden() -> Case:
+    loss = DistillationLoss("jsd", temperature=2.0, cross_entropy_weight=0.5)
+    teacher, batches = LanguageModel(other_model(), LinearCrossEntropyLoss()), []
+    for batch in (rows(2, 1), rows(2, 2)):
+        found = teacher_head(teacher, batch)
+        loss.output_layer = found._replace(weight=found.weight.detach(), hidden_states=torch.empty(0))
+        batches.append(batch | {"teacher_hidden_states": found.hidden_states})
     return FusedDistillationModule(tiny_model(MODEL), loss, *TRAINED), batches
 
 
@@ -154,6 +165,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "ppo": partial(policy_of, "ppo"),
     "distilled": distilled,
     "stored": stored,
+    "stored_hidden": stored_hidden,
     "frozen": frozen,
     "frozen_unlike": partial(frozen, unlike=True),
     **{f"{o}_{r}": partial(preferences, o, r) for o in ("dpo", "kto") for r in ("model", "stored", "packed")},

@@ -104,6 +104,7 @@ OF_OTHER_LOSSES = {
     "desirable": lambda: batches_of("dpo", "model")[0],
     "reward": lambda: rollouts()[0],
     "teacher_entries": lambda: BATCH | stored_scores(tiny_model("qwen3"), BATCH, 5),
+    "teacher_hidden_states": lambda: BATCH | {"teacher_hidden_states": torch.zeros(*BATCH["labels"].shape, 8)},
 }
 
 

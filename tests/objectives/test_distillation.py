@@ -164,6 +164,32 @@ def test_stored_in_float32_loss_and_gradients_are_as_near_to_float64_as_those_of
     assert (own - gradients).norm() <= 2 * (others - gradients).norm() + 1e-6 * gradients.norm()
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("student", "teacher"), STUDENTS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_stored_hidden_states_give_loss_and_gradients_of_the_teacher_beside(student, teacher, loss, dtype):
+    model, of_teacher = pair(student, teacher, LOSSES[loss])
+    of_teacher.to(dtype)
+    batch, found = tiny_batch(), []
+    with torch.no_grad():
+        stored = teacher_head(of_teacher, batch)
+    targets = model.targets(batch)
+    ways = {
+        "beside": batch,
+        "stored": batch | {"teacher_hidden_states": stored.hidden_states * (targets >= 0)[..., None]},
+    }
+    for way, given in ways.items():
+        used = model.loss
+        assert isinstance(used, DistillationLoss)
+        used.teacher = partial(teacher_head, of_teacher) if way == "beside" else None
+        used.output_layer = stored._replace(hidden_states=torch.empty(0))
+        output = model(given)
+        weights = [p for p in model.parameters() if p.requires_grad]
+        found.append((output.loss, output.stats["divergence"], *torch.autograd.grad(output.loss, weights)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+
+
 @pytest.mark.parametrize("name", ["teacher_entries", "teacher_log_probs", "teacher_target_log_prob"])
 def test_stored_scores_of_other_rows_than_the_labels_are_refused(name):
     ids = torch.randint(3, VOCABULARY, (3, 6), generator=torch.Generator().manual_seed(0))

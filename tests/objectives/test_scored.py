@@ -9,8 +9,10 @@ from torch import Tensor
 
 from lit_fused import FusedCausalLMModule, LanguageModel
 from lit_fused.errors import UserError
+from lit_fused.heads import OutputHead
 from lit_fused.losses import LossOutput
-from lit_fused.objectives import ScoredLoss
+from lit_fused.objectives import PolicyLoss, ScoredLoss
+from lit_fused.ops import token_scores
 
 
 def preferred(scores: Tensor, targets: Tensor, weights: Tensor) -> LossOutput:
@@ -92,3 +94,15 @@ def test_the_check_of_the_first_batch_compares_the_scores_that_are_trained_on(tm
     module = FusedCausalLMModule(tiny_model("llama"), Wrong())
     with pytest.raises(UserError, match="but logits in float64 give"):
         quiet_trainer(tmp_path, max_steps=1).fit(module, loader([pairs(2)]))
+
+
+def test_invariant_scores_have_the_bits_of_a_sampler_that_scores_each_row_alone():
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(64, 301, bias=False)
+    hidden, targets = torch.randn(3, 9, 64), torch.randint(301, (3, 9))
+    targets[1, 4:] = -100
+    loss = PolicyLoss(invariant=True, temperature=0.7)
+    found = loss.scores(hidden, targets, OutputHead(layer)).log_prob
+    for row in range(3):
+        alone = token_scores(hidden[row], layer.weight, targets[row], scale=1 / 0.7, invariant=True).log_prob
+        assert torch.equal(found[row], alone)

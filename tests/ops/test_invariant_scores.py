@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,31 +31,24 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 EPSILON = torch.finfo(torch.float32).eps
 
 needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels are compiled")
-PLACES = {  # where: the dtypes there
-    "cpu": (DTYPES, ()),
-    "interpreter": (["float32"], (needs_interpreter,)),
-    "cuda": (DTYPES, (pytest.mark.gpu,)),
-}
-
-
-def marks_of(place: str, feature: str, vocabulary: int) -> tuple[Any, ...]:
-    is_slow = place == "interpreter" and (feature, vocabulary) != ("everything", 257)
-    return (*PLACES[place][1], pytest.mark.slow) if is_slow else PLACES[place][1]
-
-
+QUICK = ("everything", 257)  # in Triton's interpreter, where a call takes a second
 CELLS = [
-    pytest.param(place, dtype, feature, vocabulary, marks=marks_of(place, feature, vocabulary))
-    for place, (dtypes, _) in PLACES.items()
-    for dtype in dtypes
-    for feature in FEATURES
-    for vocabulary in (257, 1003)
+    *(("cpu", dtype, feature, vocabulary) for dtype in DTYPES for feature in FEATURES for vocabulary in (257, 1003)),
+    *(
+        pytest.param(
+            "interpreter", "float32", *head, marks=[needs_interpreter, *([pytest.mark.slow] * (head != QUICK))]
+        )
+        for head in product(FEATURES, (257, 1003))
+    ),
+    # Compilation takes most of the time: few variants of the kernels.
+    *(pytest.param("cuda", dtype, "everything", 1003, marks=pytest.mark.gpu) for dtype in ("float32", "bfloat16")),
 ]
 
 
 @contextmanager
-def at(place: str) -> Iterator[torch.device]:
+def at(place: str, backward: str = "hopper") -> Iterator[torch.device]:
     """Yield the device, and in the block use the kernels of a GPU in Triton's interpreter, or those of the device."""
-    with kernels_of("hopper") if place == "interpreter" else nullcontext():
+    with kernels_of(backward) if place == "interpreter" else nullcontext():
         yield torch.device("cuda" if place == "cuda" else "cpu")
 
 
@@ -62,14 +56,16 @@ class Case:
     """A head and its rows on a device."""
 
     def __init__(
-        self, dtype: str, feature: str, vocabulary: int, device: Any = "cpu", hidden_size: int = 72, rows: int = 150
+        self, dtype: str, feature: str, vocabulary: int, device: Any = "cpu", hidden_size: int = 0, rows: int = 150
     ) -> None:
         options = FEATURES[feature]
+        # On a GPU those up to 128 have a backward of their own: one kernel more to compile.
+        hidden_size = hidden_size or (72 if torch.device(device).type == "cpu" else 136)
         tensors, targets = make(rows, hidden_size, vocabulary, DTYPES[dtype], bias="bias" in options)
         self.tensors = [tensor.detach().to(device) for tensor in tensors]
         self.targets, self.options = targets.to(device), options
         self.bias = self.tensors[2] if "bias" in options else None
-        self.selected = choice(self.targets, vocabulary)
+        self.selected = choice(self.targets, vocabulary, 3)
 
     def scores(self, rows: Any = slice(None), weight: Tensor | None = None, bias: Tensor | None = None, **more: Any):
         weight, bias = (self.tensors[1] if weight is None else weight), (self.bias if bias is None else bias)
@@ -99,7 +95,7 @@ def test_bits_do_not_depend_on_other_rows_their_order_chunks_or_packing(place, d
         case = Case(dtype, feature, vocabulary, device)
         whole = case.scores()
         order = torch.randperm(150, generator=torch.Generator().manual_seed(3)).to(device)
-        for rows in (order, *order.split([1, 2, 3, 64, 80])):
+        for rows in (order, *order.split([1, 2, 64, 83])):
             assert same_bits(case.scores(rows), rows_of(whole, rows))
         packed = case.scores(order[:100].view(2, 5, 10))
         assert same_bits(packed, rows_of(whole, order[:100].view(2, 5, 10)))
@@ -128,7 +124,7 @@ def test_on_a_cpu_bits_do_not_depend_on_threads(dtype):
 def test_bits_do_not_depend_on_where_the_tensors_lie_in_memory(place, dtype):
     """Nor on strides; a hidden size that no copy engine takes is copied."""
     with at(place) as device:
-        for hidden_size in (72, 99):
+        for hidden_size in (136, 99):
             case = Case(dtype, "everything", 257, device, hidden_size)
             whole, (hidden, weight, bias) = case.scores(), case.tensors
             moved = []
@@ -193,12 +189,12 @@ def test_rows_beyond_all_bounds_and_masked_entries_give_no_nan_and_the_same_bits
     case.options = {}
     hidden[::7] *= 1e4
     bias[:600] = -torch.inf  # a whole tile, and some targets
-    whole = case.scores()
-    exact = case.exact()
+    whole, fast, exact = case.scores(), case.scores(invariant=False), case.exact()
     for name in NAMES:
-        ours, theirs = getattr(whole, name).double(), getattr(exact, name)
-        assert torch.equal(ours.isfinite(), theirs.isfinite())
-        assert error(ours[theirs.isfinite()], theirs[theirs.isfinite()]) < 16 * EPSILON, name
+        ours, usual, truth = (getattr(scores, name).double() for scores in (whole, fast, exact))
+        finite = truth.isfinite()
+        assert torch.equal(ours.isfinite(), finite)
+        assert error(ours[finite], truth[finite]) <= 1.2 * error(usual[finite], truth[finite]) + EPSILON, name
     assert same_bits(case.scores(slice(14, 15)), rows_of(whole, slice(14, 15)))
 
 
@@ -236,7 +232,7 @@ def parts(rank: int, folder: Path, place: str, dtypes: list[str]) -> None:
         start, size = sum(sizes[:rank]), sizes[rank]
         shard = VocabularyShard(start, sum(sizes), max(sizes), groups[len(sizes)])
         for dtype in dtypes:
-            with at(place):
+            with at(place, "logits"):  # Hopper's own takes no empty part.
                 case = Case(dtype, "everything", 1003, device)
                 weight, bias = (tensor[start : start + size] for tensor in case.tensors[1:])
                 scores = case.scores(weight=weight, bias=bias, shard=shard)

@@ -84,7 +84,7 @@ def test_both_models_without_weights_get_them(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["distilled", "stored"])
+@pytest.mark.parametrize("case", ["distilled", "stored", "stored_hidden"])
 def test_two_processes_under_every_strategy_are_one(case, tmp_path):
     words = "strategy=pp divides one model, and a teacher model cannot run beside it; store its probabilities"
     strategies = dict.fromkeys(("ddp", "fsdp2", "tp"), "") | {"pp": words if case == "distilled" else ""}

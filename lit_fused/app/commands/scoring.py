@@ -1,5 +1,5 @@
 """``mode=score``: write a model's scores of the data, on one device: its most probable entries for every position, or
-the log-probability of each answer of preferences."""
+the input of its output layer, or the log-probability of each answer of preferences."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +12,9 @@ from rich.progress import track
 
 from lit_fused.app.one_device import chosen_module, on_device, one_device_trainer
 from lit_fused.data import PreferenceEncoding, TokenDataModule
-from lit_fused.data.stored_scores import ScoreHeader, ScoreWriter
-from lit_fused.errors import UserError
-from lit_fused.objectives.distillation import scores_to_store
+from lit_fused.data.stored_scores import ScoreHeader, ScoreWriter, write_output_layer
+from lit_fused.errors import UserError, check_switches
+from lit_fused.objectives.distillation import scores_to_store, teacher_head
 from lit_fused.objectives.preference_loss import answers_to_store
 from lit_fused.ops.label_checks import IGNORE_INDEX
 from lit_fused.training import FusedLMModule, FusedSeq2SeqLMModule
@@ -28,11 +28,17 @@ class ScoreOptions:
         path: of the file, a Parquet; None: ``scores.parquet`` in the run's folder.
         top_k: most probable entries that are stored for each position, beside the target's.
         temperature: T that divides the logits; a student has to be trained with the same one.
+        hidden: store the input of the output layer for each position instead, and the layer once: divergences over the
+            whole vocabulary, at any temperature.
     """
 
     path: str | None = None
     top_k: int = 64
     temperature: float = 1.0
+    hidden: bool = False
+
+    def __post_init__(self) -> None:
+        check_switches({"score.hidden": bool}, {"score.hidden": self.hidden})
 
 
 def score(cfg: DictConfig) -> None:
@@ -54,6 +60,8 @@ def score(cfg: DictConfig) -> None:
     if header.k is None:
         what = f"log-probabilities of the answers to {sum(header.rows.values()):,} prompts"
         how = "module=preference module.reference=stored"
+    elif header.width is not None:
+        what, how = f"{header.width} numbers ({header.dtype}) of each position", "module=distillation"
     else:
         what, how = f"{header.k} of {header.vocabulary:,} entries at each position", "module=distillation"
     print(f"{path}: {what}, {tokens:,} tokens, by {name}")
@@ -71,15 +79,22 @@ def write_scores(
             f"the data have tokens up to {data.vocab_size - 1}, and the model's vocabulary ends at {model.vocabulary}; "
             "score them with a model of their tokenizer (data.tokenizer)"
         )
+    stores_hidden, layer = options.hidden and not of_answers, None
+    model.prepare(module.device)
+    with torch.inference_mode(), trainer.precision_plugin.forward_context():
+        if stores_hidden:
+            first_batch = next(iter(data.batches_in_order(next(iter(sets.values())))))
+            layer = teacher_head(model, trainer.strategy.batch_to_device(first_batch))
     header = ScoreHeader(
-        k=None if of_answers else min(int(options.top_k), model.vocabulary),
-        temperature=1.0 if of_answers else float(options.temperature),
+        k=None if of_answers else 0 if stores_hidden else min(int(options.top_k), model.vocabulary),
+        temperature=1.0 if of_answers or stores_hidden else float(options.temperature),
         vocabulary=model.vocabulary,
         model=name,
         shifted=not isinstance(module, FusedSeq2SeqLMModule),
         rows={name: len(rows) for name, rows in sets.items()},
+        width=None if layer is None else layer.hidden_states.shape[-1],
+        dtype="float32" if layer is None else str(layer.hidden_states.dtype).removeprefix("torch."),
     )
-    model.prepare(module.device)
     with ScoreWriter.open(path, header) as file, torch.inference_mode(), trainer.precision_plugin.forward_context():
         for part, rows in sets.items():
             first = 0
@@ -87,10 +102,14 @@ def write_scores(
                 batch = trainer.strategy.batch_to_device(batch)
                 if header.k is None:
                     found = answers_to_store(model, batch)
+                elif header.width is not None:
+                    found = [teacher_head(model, batch).hidden_states]
                 else:
                     found = scores_to_store(model, batch, header.k, header.temperature)
                 for scores in zip(*found, strict=True):
                     file.add(rows[first], scores)
                     first += 1
                 tokens += int((model.targets(batch) != IGNORE_INDEX).sum())
+        if layer is not None:  # The two files appear together, or one after a failure would be of another model.
+            write_output_layer(path, {n: value for n, value in layer._asdict().items() if n != "hidden_states"})
     return header, tokens

@@ -35,11 +35,10 @@ class TileShape(NamedTuple):
     depth: int
     warps: int
     stages: int
-    precision: str = "ieee"  # of float32 products
 
 
-HALF = TileShape(128, 256, 64, warps=8, stages=3)
-FLOAT32 = TileShape(64, 128, 32, warps=4, stages=3)
+HALF = TileShape(128, 256, 64, warps=8, stages=4)
+FLOAT32 = TileShape(64, 128, 16, warps=8, stages=3)  # without tensor cores: of a larger one, registers spill
 
 
 class TritonTiles(HopperKernels):
@@ -61,10 +60,14 @@ class TritonTiles(HopperKernels):
         programs, shape = self.multiprocessors(hidden_CD.device), self.shape
         tiles = in_tiles(hidden_CD, shape.rows, shape.depth), in_tiles(part.weight_VD, shape.width, shape.depth)
         first = part.tiles.start * shape.width
-        arguments = (*tiles, head_of(part.bias_V, options), columns_C, tuple(sums), rows, vocabulary, first)
+        # One dot product in float32 has half the error of the tensor cores' sum.
+        of_part = Inputs(hidden_CD.contiguous(), part.weight_VD, part.bias_V, columns_C)
+        logits_C = torch.empty_like(sums.targets_C)
+        super().logits_of(columns_C, of_part, options, logits_C)
+        sums.targets_C.add_(logits_C)
+        arguments = (*tiles, head_of(part.bias_V, options), columns_C, tuple(sums[:-1]), rows, vocabulary, first)
         constants = {"ROWS": shape.rows, "COLUMNS": shape.width, "DEPTH": shape.depth, "PROGRAMS": programs}
-        arguments = (*arguments, hidden_size, shape.precision)
-        _write_tiles[(programs,)](*arguments, **constants, num_warps=shape.warps, num_stages=shape.stages)
+        _write_tiles[(programs,)](*arguments, hidden_size, **constants, num_warps=shape.warps, num_stages=shape.stages)
 
     def join(self, sums: TileSums, targets_C: Tensor, results: RowResults) -> None:
         tiles, rows = sums.totals_TC.shape
@@ -88,13 +91,12 @@ def _write_tiles(
     vocabulary,
     first_entry,
     hidden_size,
-    PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    maxima, totals, dots, places, target_logits = sums
+    maxima, totals, dots, places = sums
     row_tiles = tl.cdiv(rows, ROWS)
     for tile in tl.range(tl.program_id(0), row_tiles * tl.cdiv(vocabulary, COLUMNS), PROGRAMS, flatten=True):
         first_row = (tile % row_tiles) * ROWS
@@ -104,7 +106,7 @@ def _write_tiles(
         for d in range(0, hidden_size, DEPTH):
             h = hidden_tiles.load([first_row, d])
             w = weight_tiles.load([first_column, d])
-            products = tl.dot(h, w.T, products, input_precision=PRECISION)
+            products = tl.dot(h, w.T, products, input_precision="ieee")
 
         row = first_row + tl.arange(0, ROWS)
         column = tl.arange(0, COLUMNS)  # within the tile, as are targets and the vocabulary's end
@@ -114,13 +116,9 @@ def _write_tiles(
         if head[0] is not None:
             bias = tl.load(head[0] + first_column + column, mask=column < end, other=0.0).to(tl.float32)[None, :]
         x = logits_of_products(products, bias, head)
-        has_target = (target >= 0) & (target < COLUMNS)
-        if tl.max(has_target.to(tl.int32), 0) > 0:
-            logit = tl.sum(tl.where(column[None, :] == target[:, None], x, 0.0), 1)
-            tl.store(target_logits + row, logit, mask=has_target)
-            x = tl.where(column[None, :] == target[:, None], NEVER, x)
-        if end < COLUMNS:
-            x = tl.where(column[None, :] < end, x, NEVER)
+        holds_target = tl.max(((target >= 0) & (target < COLUMNS)).to(tl.int32), 0) > 0
+        if holds_target or end < COLUMNS:
+            x = tl.where((column[None, :] < end) & (column[None, :] != target[:, None]), x, NEVER)
         maximum = tl.max(x, 1)
         below = x - maximum[:, None]
         e = tl.exp2(below)
