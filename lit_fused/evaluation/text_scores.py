@@ -18,8 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 from lit_fused.errors import UserError
 from lit_fused.heads.model_state import evaluation_mode
 from lit_fused.losses import LinearCrossEntropyLoss
+from lit_fused.losses.fused import scores_of_targets
 from lit_fused.models.language_model import LanguageModel
-from lit_fused.ops import token_scores
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
 
@@ -124,8 +124,7 @@ def _scores_of_batch(
     places = [(row, position) for row, end, _, text in scored for position in range(end - len(text), end)]
     rows_N, positions_N = torch.tensor(places, device=hidden_states.device).T
     targets_N = torch.tensor([token for *_, text in scored for token in text], device=hidden_states.device)
-    hidden_ND, weight, bias = head.operands(hidden_states[rows_N, positions_N])
-    found = token_scores(hidden_ND, weight, targets_N, bias, head.scale, head.softcap, entropy=False, shard=head.shard)
+    found = scores_of_targets(hidden_states[rows_N, positions_N], head, targets_N)
     log_probs = found.log_prob.cpu().split(lengths)
     is_greedy = (found.top1 == targets_N).cpu().split(lengths)
     return [

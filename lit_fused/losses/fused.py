@@ -23,7 +23,7 @@ from lit_fused.losses.loss import (
     labels_of,
     shift_labels,
 )
-from lit_fused.ops import linear_cross_entropy
+from lit_fused.ops import TokenScores, token_scores
 from lit_fused.ops.backends import (
     Backend,
     backend_attribute,
@@ -272,14 +272,16 @@ class _Given:
 
 def token_losses(model: Forward, batch: Batch) -> Tensor:
     """Return the negative log-likelihood (B, T), float32, of each target, 0 where ignored, without logits."""
-    targets = model.targets(batch)
     hidden_states, head, _ = model.hidden_states(batch)
+    return -scores_of_targets(hidden_states, head, model.targets(batch), drop_ignored=True).log_prob
+
+
+def scores_of_targets(hidden_states: Tensor, head: Head, targets: Tensor, **options: Any) -> TokenScores:
+    """Return the scores (...) of targets (...) at hidden states (..., D), without entropies: what evaluations, scores
+    of texts and the references of preferences are made of."""
     hidden_states, weight, bias = head.operands(hidden_states)
-    options: dict[str, Any] = {"scale": head.scale, "softcap": head.softcap, "reduction": "none", "drop_ignored": True}
-    found = linear_cross_entropy(
-        hidden_states, weight, targets, bias=bias, shard=head.shard, statistics=False, **options
-    )
-    return found[0]
+    options |= {"bias": bias, "scale": head.scale, "softcap": head.softcap, "shard": head.shard}
+    return token_scores(hidden_states, weight, targets, entropy=False, **options)
 
 
 def _as_head(given: Any) -> OutputHead | None:

@@ -15,7 +15,7 @@ Modules have no branch on the loss, which the LanguageModel runs, and none on th
 :class:`~lit_fused.parallel.Placement` says how the model lies on devices.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,8 +47,10 @@ from lit_fused.parallel import (
 )
 from lit_fused.training.average import LOSS_DIVISOR, TokenAverage, warn_of_hooks
 from lit_fused.training.optimizers import (
+    NO_DECAY,
     build_optimizer,
     can_fuse,
+    checked_no_decay,
     cosine_with_warmup,
     step_on_parts,
     weight_decay_groups,
@@ -81,7 +83,7 @@ class FusedLMModule(TrainedModel):
     Args:
         backbone: see :class:`LanguageModel`.
         loss: a loss strategy, or a callable of (hidden_states, labels); default ``LinearCrossEntropyLoss()``.
-        optimizer: called with parameter groups; a partial's ``weight_decay`` applies to matrices and embeddings only.
+        optimizer: called with parameter groups; a partial's ``weight_decay`` applies to matrices, see ``no_decay``.
             An optimizer of the backbone's parameters is taken as it is, on one device and under DDP. Default:
             AdamW(lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1), with the class's ``learning_rate``.
             One that is set on the module, as a learning-rate finder does, takes the place of any optimizer's.
@@ -94,6 +96,8 @@ class FusedLMModule(TrainedModel):
             before, and every n-th step of training; 0: never. What differs stops the run.
         own_loss_differs: the model's own loss is another one, and ``loss`` is to take its place: only logits are
             compared.
+        no_decay: words of the names of parameters without weight decay, or of their modules' classes: by default
+            embeddings and Mamba's A_log; (): gains and biases alone.
         compile: "regional" compiles each of the backbone's layers (``torch.compile``), "whole" all of it, "none" none,
             and "auto" each layer where a GPU trains, a compiler is there and neither model nor strategy is against it.
     """
@@ -114,6 +118,7 @@ class FusedLMModule(TrainedModel):
         *,
         check_every_n_steps: int = 100,
         own_loss_differs: bool = False,
+        no_decay: Sequence[str] = NO_DECAY,
         compile: str = "none",
     ) -> None:
         check_choice("compile", compile, COMPILE)
@@ -126,7 +131,7 @@ class FusedLMModule(TrainedModel):
         super().__init__(self.language_model(backbone, loss), compile)
         self.model.own_loss_differs = own_loss_differs
         default = partial(AdamW, lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=None)
-        self.make_optimizer = optimizer or default
+        self.make_optimizer, self.no_decay = optimizer or default, checked_no_decay(no_decay, self.model)
         self.make_scheduler = cosine_with_warmup if scheduler is None and optimizer is None else scheduler
         check_number("check_every_n_steps", check_every_n_steps, "be at least 0", lambda x: x >= 0, whole=True)
         self._checks = SpotChecks(check_every_n_steps)
@@ -144,12 +149,7 @@ class FusedLMModule(TrainedModel):
     # Optimisers.
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        groups = weight_decay_groups(self.model)
-        if not groups:
-            raise UserError(
-                f"no parameter of {type(self.backbone).__name__} is to be trained; adapters that were loaded need "
-                "PeftModel.from_pretrained(..., is_trainable=True)"
-            )
+        groups = weight_decay_groups(self.model, self.no_decay)
         optimizer = build_optimizer(self.make_optimizer, groups, self.model, self, fused=can_fuse(self.trainer))
         if "learning_rate" in vars(self):  # A learning-rate finder has set it, or a subclass.
             for group in optimizer.param_groups:

@@ -3,7 +3,7 @@
 Each says where its reference or its teacher comes from; the losses themselves are in objectives/.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from lit_fused.ops.teacher import check_vocabularies
 from lit_fused.parallel import HostCopy
 from lit_fused.training.frozen import FrozenModel
 from lit_fused.training.module import FusedCausalLMModule
+from lit_fused.training.optimizers import NO_DECAY
 
 _INSTEAD = (
     "give data with the reference's log-probabilities (reference=stored), choose an objective without a reference "
@@ -156,10 +157,11 @@ class FusedPolicyModule(FusedCausalLMModule):
         *,
         reference: nn.Module | str | None = None,
         check_every_n_steps: int = 100,
+        no_decay: Sequence[str] = NO_DECAY,
         compile: str = "none",
     ) -> None:
         options: dict[str, Any] = {"check_every_n_steps": check_every_n_steps, "compile": compile}
-        super().__init__(backbone, loss, optimizer, scheduler, **options)
+        super().__init__(backbone, loss, optimizer, scheduler, no_decay=no_decay, **options)
         used = self.model.loss
         assert isinstance(used, PolicyLoss)
         kind = ("copy" if used.kl_weight else "stored") if reference is None else reference
@@ -251,10 +253,11 @@ class FusedDistillationModule(FusedCausalLMModule):
         *,
         teacher: nn.Module | None = None,
         check_every_n_steps: int = 100,
+        no_decay: Sequence[str] = NO_DECAY,
         compile: str = "none",
     ) -> None:
         options: dict[str, Any] = {"check_every_n_steps": check_every_n_steps, "compile": compile}
-        super().__init__(backbone, loss, optimizer, scheduler, **options)
+        super().__init__(backbone, loss, optimizer, scheduler, no_decay=no_decay, **options)
         self.teacher = None
         if teacher is not None:
             instead = "store its probabilities with mode=score, and train with data.scores=FILE and teacher=null"

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -70,6 +70,10 @@ def warmup_stable_decay(
     )
 
 
+# Out of decay: embeddings, most of whose rows have no gradient in a step, and Mamba's decay rates (Gu and Dao 2023).
+NO_DECAY = ("embed", "A_log")
+
+
 def hidden_matrices(model: LanguageModel) -> list[nn.Parameter]:
     """Return the 2-D parameters of a model that belong neither to an embedding nor to the output layer."""
     head = None if model.head is None else model.head.layer
@@ -78,14 +82,42 @@ def hidden_matrices(model: LanguageModel) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.ndim == 2 and p.requires_grad and id(p) not in others]
 
 
-def weight_decay_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Return two parameter groups: matrices and embeddings, which decay; gains and biases, which do not."""
+def weight_decay_groups(model: nn.Module, no_decay: Sequence[str] = NO_DECAY) -> list[dict[str, Any]]:
+    """Return two parameter groups: matrices, which decay; gains, biases and what ``no_decay`` names, which do not.
+
+    A word names the parameters that have it in their name, or in that of their module's class: "embed" every
+    ``nn.Embedding``, and an output layer that is tied to one. UserError if no parameter is to be trained.
+    """
+    named = {id(p) for word in no_decay for p in _named_by(word, model)}
     decay: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for p in model.parameters():
         if p.requires_grad:
-            decay[p.ndim >= 2].append(p)
+            decay[p.ndim >= 2 and id(p) not in named].append(p)
     groups = [{"params": decay[True]}, {"params": decay[False], "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    found = [group for group in groups if group["params"]]
+    if not found:
+        raise UserError(
+            f"no parameter of {type(getattr(model, 'backbone', model)).__name__} is to be trained; adapters that were "
+            "loaded need PeftModel.from_pretrained(..., is_trainable=True)"
+        )
+    return found
+
+
+def checked_no_decay(words: Sequence[str], model: nn.Module) -> tuple[str, ...]:
+    """Return ``no_decay`` for a whole model; UserError for a word, other than the usual ones, that names nothing."""
+    wrong = next((word for word in words if word not in NO_DECAY and next(_named_by(word, model), None) is None), None)
+    if wrong is not None:
+        names = ", ".join(
+            dict.fromkeys(name.rpartition(".")[0].rpartition(".")[2] for name, _ in model.named_parameters())
+        )
+        raise UserError(f"no_decay={wrong}: no parameter has that in its name or its module's; there are {names}")
+    return tuple(words)
+
+
+def _named_by(word: str, model: nn.Module) -> Iterator[nn.Parameter]:
+    for path, module in model.named_modules():
+        in_class = word.lower() in type(module).__name__.lower()
+        yield from (p for name, p in module.named_parameters(path, recurse=False) if in_class or word in name)
 
 
 def can_fuse(trainer: L.Trainer) -> bool:

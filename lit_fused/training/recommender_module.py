@@ -1,7 +1,7 @@
 """The LightningModule of sequential recommenders: a catalogue of items in place of a vocabulary."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -20,6 +20,7 @@ from lit_fused.losses.loss import Batch
 from lit_fused.models import item_encoders
 from lit_fused.models.recommender import Recommendations, RecommenderModel, padded_histories
 from lit_fused.training.module import FusedLMModule
+from lit_fused.training.optimizers import NO_DECAY
 
 _SETTINGS, _WEIGHTS = "recommender.json", "model.safetensors"
 
@@ -52,6 +53,7 @@ class FusedRecommenderModule(FusedLMModule):
         mask_fraction: float = 0.2,
         top_k: int = 10,
         check_every_n_steps: int = 100,
+        no_decay: Sequence[str] = NO_DECAY,
         compile: str = "none",
     ) -> None:
         self._of_model = {
@@ -63,7 +65,8 @@ class FusedRecommenderModule(FusedLMModule):
         make: Any = partial(RecommenderModel, item_embedding=item_embedding, **self._of_model)
         self.language_model = make
         self.in_progress = ("loss", f"ndcg_at_{top_k}")
-        super().__init__(backbone, loss, optimizer, scheduler, check_every_n_steps=check_every_n_steps, compile=compile)
+        options: dict[str, Any] = {"check_every_n_steps": check_every_n_steps, "compile": compile}
+        super().__init__(backbone, loss, optimizer, scheduler, no_decay=no_decay, **options)
 
     item_map: Any = None  # of the run that the weights are of, where no data module has it
 

@@ -15,6 +15,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 import lit_fused
 from lit_fused.errors import UserError
 from lit_fused.evaluation.text_scores import TextScore
+from lit_fused.losses import LinearCrossEntropyLoss
+from lit_fused.models.language_model import LanguageModel
+from lit_fused.objectives.distillation import scores_to_store
+from lit_fused.objectives.preference_loss import answers_to_store
 
 TEXTS = [[5, 9, 3], [7], [40, 41, 42, 43, 44, 45, 46, 47, 48], [], [96, 95, 94, 93]]
 
@@ -58,6 +62,19 @@ def test_the_score_is_that_of_the_logits_for_every_formula_of_a_head(name):
     model = sharpen(tiny_model(name))
     for one, text in zip(lit_fused.score(model, None, TEXTS), TEXTS, strict=True):
         check(one, expected(model, text[:1], text[1:]), 2e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi"])
+def test_the_scores_that_mode_score_stores_are_those_of_the_texts(name):
+    model = tiny_model(name).eval()
+    ids = torch.randint(3, VOCABULARY, (4, 9), generator=torch.Generator().manual_seed(0))
+    of_texts = torch.stack([found.log_probs for found in lit_fused.score(model, None, ids.tolist())])
+    language = LanguageModel(model, LinearCrossEntropyLoss())
+    batch = {"input_ids": ids, "labels": ids}
+    torch.testing.assert_close(scores_to_store(language, batch, 4)[2][:, :-1], of_texts)
+    torch.testing.assert_close(-language.token_losses(batch)[:, :-1], of_texts)
+    (of_answers,) = answers_to_store(language, batch | {"desirable": torch.tensor([1, 0, 1, 0])})
+    torch.testing.assert_close(of_answers.flatten().double(), of_texts.double().sum(-1), atol=1e-5, rtol=1e-6)
 
 
 def test_a_backbone_that_is_no_transformers_model_is_scored():

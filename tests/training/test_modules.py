@@ -14,8 +14,9 @@ from errors_of import ROUNDING, relative_error
 from head_cases import grad_of
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning_helpers import VOCABULARY, loader, quiet_trainer, ragged_batches, tiny_llama
+from tiny_models import tiny_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, get_constant_schedule
+from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM, get_constant_schedule
 
 from lit_fused import (
     CrossEntropyLoss,
@@ -267,14 +268,38 @@ def test_every_kind_of_loss_trains_in_lower_precision(loss, precision, tmp_path)
     assert sum(losses[-4:]) < 0.95 * sum(losses[:4])
 
 
-def test_weights_decay_and_gains_and_biases_do_not():
-    module = FusedCausalLMModule(tiny_llama(attention_bias=True))
-    decaying, plain = weight_decay_groups(module.model)
-    names = {id(p): n for n, p in module.named_parameters()}
-    assert all("norm" in names[id(p)] or "bias" in names[id(p)] for p in plain["params"])
-    assert not any("norm" in names[id(p)] or "bias" in names[id(p)] for p in decaying["params"])
+def undecayed(backbone: nn.Module, **options: Any) -> set[str]:
+    """The names of the parameters without weight decay."""
+    module = FusedCausalLMModule(backbone, **options)
+    decaying, plain = weight_decay_groups(module.model, module.no_decay)
+    names = {id(p): n.removeprefix("model.backbone.") for n, p in module.named_parameters()}
     assert len(plain["params"]) + len(decaying["params"]) == len(names)
     assert plain["weight_decay"] == 0.0
+    return {names[id(p)] for p in plain["params"]}
+
+
+def test_weights_decay_and_gains_and_biases_and_embeddings_do_not():
+    model = tiny_llama(attention_bias=True)
+    always = {name for name, _ in model.named_parameters() if "norm" in name or "bias" in name}
+    assert undecayed(model) == always | {"model.embed_tokens.weight"}
+    assert undecayed(model, no_decay=()) == always
+    assert undecayed(model, no_decay=["lm_head"]) == always | {"lm_head.weight"}
+    assert undecayed(model, no_decay=["layers.0.mlp"]) == always | {
+        f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")
+    }
+    assert "transformer.wte.weight" in undecayed(tiny_model("gpt2"))  # by its class
+    with pytest.raises(UserError, match="no_decay=lm_hed: no parameter has that in its name.*there are .*lm_head"):
+        FusedCausalLMModule(model, no_decay=["embed", "lm_hed"])
+
+
+def test_the_decay_rates_of_mamba_do_not_decay():
+    config = MambaConfig(vocab_size=97, hidden_size=16, state_size=4, num_hidden_layers=2, tie_word_embeddings=False)
+    model = MambaForCausalLM(config)
+    found = undecayed(model)
+    assert {name for name, p in model.named_parameters() if p.ndim > 1} & found == {
+        "backbone.embeddings.weight",
+        *(f"backbone.layers.{layer}.mixer.A_log" for layer in (0, 1)),
+    }
 
 
 def checkpointed(folder: Path, **options: Any) -> L.Trainer:
