@@ -4,7 +4,8 @@ Two training steps run on tensors without bytes (``ledger``), on which output he
 (``planned_heads``). No other room knows this one.
 """
 
-from lit_fused.planning.planned_step import Plan, PlanOptions, plan
+from lit_fused.planning.planned_run import Plan, plan
+from lit_fused.planning.planned_step import PlanOptions
 from lit_fused.planning.spread import Spread
 
 __all__ = ["Plan", "PlanOptions", "Spread", "plan"]

@@ -1,5 +1,5 @@
-"""``lit_fused.plan``: run two training steps on fake tensors, phase by phase as Lightning does, and count what they
-take at their peak.
+"""The planner of ``lit_fused.plan``: run two training steps on fake tensors, phase by phase as Lightning does, and
+count what they take at their peak.
 
 The second step counts as well as the first: it begins with the optimiser's state. The phases are those of
 ``PeakMemoryMonitor``.
@@ -96,7 +96,7 @@ class PlanOptions:
 
 
 @dataclass
-class Plan:
+class PlannedStep:
     """Says what a device needs at the peak of each phase of a step. ``print`` shows it as a table.
 
     Attributes:
@@ -123,25 +123,8 @@ class Plan:
         return "\n".join(f"{name:<18}" + "".join(f"{cell:>11}" for cell in cells) for name, *cells in lines)
 
 
-def plan(module: nn.Module, trainer_or_options: L.Trainer | PlanOptions, batch: Any) -> Plan:
-    """Predict the memory that the largest training step takes of a GPU, which need not be there.
-
-        print(lit_fused.plan(module, lit_fused.PlanOptions(memory_gib=80, precision="bf16-mixed"), batch))
-
-    The module's weights may be on the meta device; it keeps its tensors and its mode. Nothing is computed.
-
-    Args:
-        module: a LightningModule of lit_fused; one of your own, whose ``training_step`` runs without a trainer; or any
-            module that returns a loss, or an output with a ``loss``, as a model does that :func:`lit_fused.fuse` has
-            changed.
-        trainer_or_options: a trainer, whose precision, accumulation, strategy and devices are planned; or these.
-        batch: of one device, as the module takes it. Only shapes and dtypes are looked at.
-
-    Raises:
-        UserError: a loss, a precision or a strategy is unknown, or the module or the optimiser asks for the numbers of
-            fake tensors.
-    """
-    options = PlanOptions.of(trainer_or_options) if isinstance(trainer_or_options, L.Trainer) else trainer_or_options
+def predicted(module: nn.Module, options: PlanOptions, batch: Any) -> PlannedStep:
+    """Return what the largest training step takes; :func:`lit_fused.plan` has the arguments."""
     gpu = GPU(options.capability, 1024 * (options.device_gib or 0))
     frozen = [each.model for each in getattr(module, "frozen", ())]
     trained = module.model if isinstance(module, FusedLMModule) else module
@@ -175,7 +158,7 @@ def plan(module: nn.Module, trainer_or_options: L.Trainer | PlanOptions, batch: 
         between_steps = ledger.live.total()
     workspace = 2 * _WORKSPACE_MIB.get(gpu.capability[0], 8) * 2**20
     peaks = {phase: peak + Counter({count.WORKSPACE: workspace}) for phase, peak in run.peaks.items()}
-    return Plan(peaks, parameters, learned, between_steps)
+    return PlannedStep(peaks, parameters, learned, between_steps)
 
 
 def _loss_of(module: nn.Module, batch: Any) -> Tensor:

@@ -22,7 +22,7 @@ def predicted(strategy: Any, tokens: int, checkpointing: str = "none", **sizes: 
     module = FusedCausalLMModule(reduce_memory(from_config(config), checkpointing=checkpointing))
     batch = {name: torch.empty(1, tokens, dtype=torch.long) for name in ("input_ids", "labels")}
     options = PlanOptions(compute_capability=9.0, strategy=strategy, devices=DEVICES, precision="bf16-true")
-    return lit_fused.plan(module, options, batch)
+    return lit_fused.plan(options, module, batch)
 
 
 @pytest.mark.parametrize("key_heads", [8, 4, 2])

@@ -55,7 +55,7 @@ class WithLoss(nn.Module):
 @pytest.mark.parametrize("make", [tiny_llama, lambda: Own(tiny_llama())], ids=["transformers", "LightningModule"])
 def test_a_module_of_ones_own_is_planned_with_its_own_loss(make):
     module = make()
-    found = lit_fused.plan(module, ON_HOPPER, BATCH)
+    found = lit_fused.plan(ON_HOPPER, module, BATCH)
     bytes_of_all = 4 * sum(p.numel() for p in module.parameters())
     assert found.phases["optimizer"]["gradients"] == pytest.approx(bytes_of_all, rel=0.1)
     assert found.phases["optimizer"]["optimizer state"] == pytest.approx(2 * bytes_of_all, rel=0.1)
@@ -65,7 +65,7 @@ def test_a_module_of_ones_own_is_planned_with_its_own_loss(make):
 @pytest.mark.parametrize("make", [lambda: lit_fused.fuse(tiny_llama()), lambda: WithLoss(tiny_llama())])
 def test_a_fused_model_is_planned_as_the_module_is(make: Callable[[], nn.Module]):
     both = make(), FusedCausalLMModule(tiny_llama())
-    found, module = (lit_fused.plan(each, ON_HOPPER, BATCH).phases["backward"] for each in both)
+    found, module = (lit_fused.plan(ON_HOPPER, each, BATCH).phases["backward"] for each in both)
     for name in ("weights", "gradients", "activations"):
         assert found[name] == pytest.approx(module[name], rel=0.02, abs=2048), name
 
@@ -74,12 +74,12 @@ def test_a_plan_leaves_a_module_as_it_was():
     model = lit_fused.fuse(tiny_llama()).eval()
     own = {name: (p, p.clone()) for name, p in model.named_parameters()}
     before = model(**BATCH).loss
-    lit_fused.plan(model, ON_HOPPER, BATCH)
+    lit_fused.plan(ON_HOPPER, model, BATCH)
     assert all(p is own[name][0] and torch.equal(p, own[name][1]) for name, p in model.named_parameters())
     assert not model.training
     assert torch.equal(model(**BATCH).loss, before)
     module = FusedCausalLMModule(tiny_llama())
-    lit_fused.plan(module, ON_HOPPER, BATCH)
+    lit_fused.plan(ON_HOPPER, module, BATCH)
     assert module.model.head is None, "a run finds the head by experiment"
 
 
@@ -87,7 +87,7 @@ def test_a_trainer_says_precision_accumulation_and_strategy():
     options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
     trainer = L.Trainer(precision="bf16-mixed", accumulate_grad_batches=3, **options)
     asked, told = (
-        lit_fused.plan(FusedCausalLMModule(tiny_llama()), given, BATCH)
+        lit_fused.plan(given, FusedCausalLMModule(tiny_llama()), BATCH)
         for given in (trainer, PlanOptions(precision="bf16-mixed", accumulate_grad_batches=3))
     )
     assert asked.phases == told.phases
@@ -96,7 +96,7 @@ def test_a_trainer_says_precision_accumulation_and_strategy():
 
 def test_tokens_without_a_label_are_planned_as_if_all_had_one():
     plans = [
-        lit_fused.plan(FusedMaskedLMModule(tiny_model("bert"), LinearCrossEntropyLoss(impl)), ON_HOPPER, BATCH)
+        lit_fused.plan(ON_HOPPER, FusedMaskedLMModule(tiny_model("bert"), LinearCrossEntropyLoss(impl)), BATCH)
         for impl in ("chunked", "liger")
     ]
     assert all(plan.phases["backward"]["gradients"] for plan in plans)

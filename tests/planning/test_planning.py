@@ -45,7 +45,7 @@ def optimizer_of(model: nn.Module, make: Callable = ADAMW) -> torch.optim.Optimi
 
 def predicted(backbone: nn.Module, loss=None, make_optimizer: Callable = ADAMW, **options) -> Plan:
     model = LanguageModel(backbone, loss or LinearCrossEntropyLoss())
-    return lit_fused.plan(model, PlanOptions(compute_capability=9.0, optimizer=make_optimizer, **options), batch())
+    return lit_fused.plan(PlanOptions(compute_capability=9.0, optimizer=make_optimizer, **options), model, batch())
 
 
 def rounded(tensors: Iterator[Tensor] | list[Tensor]) -> int:
@@ -248,7 +248,7 @@ def test_the_command_plans_a_large_model_in_little_memory_and_leaves_a_file(tmp_
     done = subprocess.run(measured, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert "gradients" in done.stdout
-    assert "largest data.batch_size" in done.stdout
+    assert "the largest batch: " in done.stdout
     result = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert result["fits"]
     forward = result["phases_gib"]["forward"]

@@ -34,7 +34,7 @@ ROOMS = {
     "pipeline": ("ops heads losses metrics models parallel", "torch transformers lightning"),
     "context": ("ops heads losses models parallel", "torch transformers"),
     "planning": (
-        "ops heads losses models memory integrations parallel training context",
+        "ops heads losses objectives models memory integrations parallel training context",
         "torch transformers lightning lightning_utilities",
     ),
     "data": (

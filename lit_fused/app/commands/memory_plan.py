@@ -1,9 +1,7 @@
 """``mode=plan``: predict what the run would take of each GPU's memory, without building it and without a GPU."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor, nn
+from torch import nn
 
 import lit_fused
 from lit_fused.app.commands.training import build_module
@@ -21,30 +19,21 @@ from lit_fused.app.reporting.finish import write_summary
 from lit_fused.errors import UserError
 from lit_fused.heads import peft_model
 from lit_fused.models.load import places_of
-from lit_fused.objectives import PreferenceLoss
 from lit_fused.ops.options import LEAST_GPU_BUDGET_MIB
 
 _GIB = 2**30
-_USABLE = 0.95  # The rest is for the CUDA context, the kernels and fragmentation.
-_MAX_BATCH_SIZE = 4096
 
 
 def plan(cfg: DictConfig) -> None:
     """Print what the run would take, and write it to ``plan.json`` in the output folder."""
     options = _of_run(cfg, instantiate(cfg.plan))
-    predict = _predictor(cfg, options)
-    predicted = predict(cfg.data.batch_size)
-    result, memory = _result(cfg, options, predicted), options.device_gib
+    predicted = _predicted(cfg, options)
+    result = _result(cfg, options, predicted)
     shape = f"{result['batch_size']} x {result['block_size']} tokens, {result['precision']}, {result['strategy']}"
-    print(f"Planned peak memory of a GPU: {shape}", predicted, f"peak {result['peak_gib']:.3f} GiB", sep="\n")
-    if memory is not None:
-        usable = _USABLE * memory
-        fits, largest = (
-            predicted.peak <= usable * _GIB,
-            _largest(predict, cfg.data.batch_size, predicted, usable * _GIB),
-        )
-        result |= {"device_gib": memory, "usable_gib": usable, "fits": fits, "largest_batch_size": largest}
-        print(f"of {memory:.1f} GiB: {'fits' if fits else 'does not fit'}; the largest data.batch_size is {largest}")
+    print(f"Planned peak memory of a GPU: {shape}", predicted, sep="\n")
+    if predicted.device_gib is not None:
+        result |= {"device_gib": predicted.device_gib, "usable_gib": predicted.usable_gib, "fits": predicted.fits}
+        result |= {"largest_batch_size": predicted.largest_batch_size, "longest_block_size": predicted.longest_sequence}
     path = Path(cfg.output_dir, "plan.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")
@@ -53,28 +42,11 @@ def plan(cfg: DictConfig) -> None:
     print(*result["notes"], f"written to {path}", sep="\n")
 
 
-def _largest(predict: Callable[[int], Any], size: int, predicted: Any, usable: float) -> int:
-    """Return the largest batch size whose peak is not above ``usable`` bytes, from the plan for one size on.
-
-    Memory grows about linearly: a line through the last two sizes predicts the largest. Every third size halves the
-    range instead, in case the line does not fit."""
-    before, peaks = 0, {0: predicted.between_steps, size: predicted.peak}
-    low, high = (size, _MAX_BATCH_SIZE + 1) if predicted.peak <= usable else (0, size)  # fits, does not fit
-    while high - low > 1:
-        slope, last = (peaks[size] - peaks[before]) / (size - before), size
-        size = (low + high) // 2
-        if slope > 0 and len(peaks) % 3 != 1:
-            size = min(max(last + int((usable - peaks[last]) // slope), low + 1), high - 1)
-        peaks[size], before = predict(size).peak, last
-        low, high = (size, high) if peaks[size] <= usable else (low, size)
-    return low
-
-
 def planned(cfg: DictConfig, options: lit_fused.PlanOptions) -> dict[str, Any]:
     """Predict the memory of each device: GiB by phase and component, and assumptions. UserError for a strategy, a loss,
     a precision or a model of which nothing is known."""
     options = _of_run(cfg, options)
-    return _result(cfg, options, _predictor(cfg, options)(cfg.data.batch_size))
+    return _result(cfg, options, _predicted(cfg, options))
 
 
 def _result(cfg: DictConfig, options: lit_fused.PlanOptions, predicted: Any) -> dict[str, Any]:
@@ -115,31 +87,10 @@ def _of_run(cfg: DictConfig, options: lit_fused.PlanOptions) -> lit_fused.PlanOp
     )
 
 
-def _predictor(cfg: DictConfig, options: lit_fused.PlanOptions) -> Callable[[int], Any]:
-    """Return the function that predicts the memory for a batch size."""
-    module = _module_without_memory(cfg)
-    packing = "stream" if options.spread.row_parts > 1 else cfg.data.get("packing", "stream")
-    batch_of = partial(_batch, module.model.loss, cfg.data.block_size, packing)
-    return lambda size: lit_fused.plan(module, options, batch_of(size))
-
-
-def _batch(loss: Any, sequence: int, packing: str, size: int) -> dict[str, Tensor]:
-    """Return a batch without numbers, of the shape that the data would have."""
-    answers = size * loss.rows_together if isinstance(loss, PreferenceLoss) else 0
-    if isinstance(loss, PreferenceLoss) and loss.objective.single:
-        raise UserError(
-            f"mode=plan does not know what objective={loss.name} takes; mode=fit with callbacks=measure does"
-        )
-    rows, length = (1, answers * sequence) if answers and packing == "packed" else (answers or size, sequence)
-    integers = partial(torch.empty, dtype=torch.int64, device="meta")
-    made = {key: integers(rows, length) for key in ("input_ids", "labels")}
-    if packing != "stream":  # transformers makes one for padding and for positions that begin anew
-        made["attention_mask"] = torch.empty(rows, 1, length, length, dtype=torch.bool, device="meta")
-    if answers:
-        parts = {"desirable": True, "lengths": packing == "packed", "reference_log_prob": loss.reference is None}
-        names = (name for name, is_there in parts.items() if is_there)
-        made |= {name: integers(rows, answers // rows).squeeze(1) for name in names}
-    return made
+def _predicted(cfg: DictConfig, options: lit_fused.PlanOptions) -> Any:
+    packing = "stream" if options.spread.row_parts > 1 else cfg.data.get("packing")
+    sizes = {"batch_size": cfg.data.batch_size, "sequence_length": cfg.data.block_size}
+    return lit_fused.plan(options, _module_without_memory(cfg), packing=packing, **sizes)
 
 
 def _left_out(cfg: DictConfig, options: lit_fused.PlanOptions) -> list[str]:
