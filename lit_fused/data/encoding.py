@@ -51,7 +51,7 @@ class Encoding:
     min_vocab_size: ClassVar[int] = MIN_VOCAB_SIZE
     whole_sequences: ClassVar[bool] = False
     text_column: str | None = None
-    mask_probability: float | None = None
+    mask_probability: float | str | None = None
     tokenizer: PreTrainedTokenizerBase
     block_size: int
     columns: Sequence[str] = ()
@@ -182,8 +182,8 @@ class TextEncoding(Encoding):
 
     Attributes:
         text_column: The field or column that holds the text.
-        mask_probability: For masked language models, the share of tokens that is chosen to be predicted. None: no
-            token is masked.
+        mask_probability: For masked language models, the share of tokens that is chosen to be predicted; "diffusion":
+            of a row with n tokens k, with k drawn anew for each row, all masked, with weights n / k. None: no token.
         mask_replaced, mask_random: The shares of chosen tokens that become the mask token and a random token. The
             others stay as they are.
         whole_words: Choose all tokens of a word or none.
@@ -192,14 +192,19 @@ class TextEncoding(Encoding):
     packings = ("stream", "documents", "none")
 
     text_column: str | None = "text"
-    mask_probability: float | None = None
+    mask_probability: float | str | None = None
     mask_replaced: float = 0.8
     mask_random: float = 0.1
     whole_words: bool = False
 
     def __post_init__(self) -> None:
-        if self.mask_probability is not None:
-            check_number("data.mask_probability", self.mask_probability, "be between 0 and 1", lambda x: 0 < x < 1)
+        if self.mask_probability == "diffusion":
+            if self.whole_words:
+                raise UserError("mask_probability=diffusion draws tokens, not words; choose whole_words=false")
+        elif self.mask_probability is not None:
+            check_number(
+                "data.mask_probability", self.mask_probability, "be between 0 and 1, or diffusion", lambda x: 0 < x < 1
+            )
         check_switches({"whole_words": bool}, {"whole_words": self.whole_words})
         for name, share in {"mask_replaced": self.mask_replaced, "mask_random": self.mask_random}.items():
             check_number(f"data.{name}", share, "be from 0 to 1", lambda x: 0 <= x <= 1)

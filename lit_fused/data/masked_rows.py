@@ -4,11 +4,17 @@ BERT (Devlin et al. 2019, section 3.1) chooses 15 % of the tokens. Of these, 80 
 one, and 10 % stay; each is to be predicted. Special tokens are never chosen. Transformers' whole-word masking needs
 each token's place in the text; here words are told by the tokens themselves.
 
+Masked diffusion (Sahoo et al. 2024, arXiv:2406.07524) masks each token of a row with a probability t that is uniform
+from 0 to 1, and weighs the masked ones with 1 / t. Its expectation is that of k masks among the row's n tokens, with k
+uniform from 1 to n, and weights n / k (Nie et al. 2025, arXiv:2502.09992, equation 6). The latter are chosen here:
+the weights of a row add up to n, so that sums divided by sums of weights are exact means over tokens.
+
 The masks of a row depend on the seed, on the number of its draw and on the row alone: they are the same after a run was
 resumed, and for any number of ranks and worker processes. N rows, T tokens.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,15 +39,17 @@ class MaskedRows(Rows):
     """
 
     def __init__(self, rows: Rows, tokenizer: PreTrainedTokenizerBase, encoding: TextEncoding, seed: int) -> None:
-        assert encoding.mask_probability is not None
-        self.rows, self.seed, self.num_rows = rows, seed, len(rows)
-        self.share_of_tokens, self.probability = rows.share_of_tokens, encoding.mask_probability
-        self.contents = f"{rows.contents}, of which {self.probability:.0%} are to be predicted"
+        self.rows, self.seed, self.num_rows, self.share_of_tokens = rows, seed, len(rows), rows.share_of_tokens
+        share = encoding.mask_probability
+        self.probability = None if isinstance(share, str) or share is None else share  # None: that of diffusion
+        chosen = "a share drawn for each row is" if self.probability is None else f"{self.probability:.0%} are"
+        self.contents = f"{rows.contents}, of which {chosen} to be predicted"
         self._special = torch.tensor(tokenizer.all_special_ids)
+        self._mask: Any = tokenizer.mask_token_id
         self._words = WordsOfTokens(tokenizer) if encoding.whole_words else None
         self._collator = DataCollatorForLanguageModeling(
             tokenizer,
-            mlm_probability=self.probability if self._words is None else 1.0,
+            mlm_probability=1.0 if self._words is not None or self.probability is None else self.probability,
             mask_replace_prob=encoding.mask_replaced,
             random_replace_prob=encoding.mask_random,
         )
@@ -65,12 +73,30 @@ class MaskedRows(Rows):
         generator = np.random.default_rng([self.seed, draw, number])
         self._collator.generator = torch.Generator().manual_seed(int(generator.integers(2**63)))
         stays = torch.isin(inputs, self._special)
+        if self.probability is None:
+            return self._with_attention(row | self._of_diffusion(inputs, row, ~stays, generator), is_token)
         if self._words is not None:
             words = self._words.of(inputs.numpy())
             chosen = generator.random(len(words)) < self.probability  # by the numbers of words, at most T
             stays |= torch.from_numpy(~chosen[words])
         masked, labels = self._collator.torch_mask_tokens(inputs.clone()[None], stays[None])
-        row = row | {"input_ids": masked[0], "labels": labels[0]}
+        return self._with_attention(row | {"input_ids": masked[0], "labels": labels[0]}, is_token)
+
+    def _of_diffusion(
+        self, inputs: Tensor, row: dict[str, Tensor], candidates: Tensor, generator: np.random.Generator
+    ) -> dict[str, Tensor]:
+        places = candidates.nonzero()[:, 0]
+        number = int(generator.integers(len(places))) + 1 if len(places) else 0
+        chosen = torch.zeros_like(candidates)
+        chosen[places[torch.from_numpy(generator.permutation(len(places))[:number])]] = True
+        weights = row["token_weights"] if "token_weights" in row else torch.ones(len(inputs))
+        return {
+            "input_ids": inputs.masked_fill(chosen, self._mask),
+            "labels": inputs.masked_fill(~chosen, IGNORE_INDEX),
+            "token_weights": weights * (len(places) / max(number, 1)),
+        }
+
+    def _with_attention(self, row: dict[str, Tensor], is_token: Tensor) -> dict[str, Tensor]:
         if self.share_of_tokens is not None and "position_ids" not in row:
             row["attention_mask"] = is_token.long()  # A model that sees both sides would see a block's padding, too.
         return row

@@ -37,7 +37,7 @@ def slice_of(batch: Mapping[str, Any], targets: Tensor, vocabulary: int) -> dict
         if not isinstance(value, Tensor) or not value.ndim:
             return value
         if value.shape[:2] == (rows, length):
-            return value[of_rows, of_columns]
+            return value[of_rows, of_columns].contiguous()  # as a model's own loss may view labels
         if value.shape[:2] == (1, length):
             return value[:, of_columns]
         return value[of_rows] if len(value) == rows else value

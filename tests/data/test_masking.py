@@ -103,6 +103,43 @@ def test_masks_change_from_epoch_to_epoch_and_those_of_validation_and_of_the_sam
 
 
 @pytest.mark.parametrize("packing", ["stream", "none", "documents"])
+def test_diffusion_masks_any_number_of_a_rows_tokens_with_weights_that_add_up_to_all_of_them(packing, tmp_path):
+    data = masked_data(tmp_path, packing=packing, mask_probability="diffusion")
+    special, shares = torch.tensor(data.tokenizer.all_special_ids), []
+    rows = data.train_dataloader().dataset
+    for index in range(40 * len(rows)):
+        row, plain = rows[index], rows.rows[index % len(rows)]
+        tokens = ~torch.isin(plain["input_ids"], special)
+        chosen = row["labels"] != -100
+        assert not (chosen & ~tokens).any()
+        assert (row["input_ids"][chosen] == data.tokenizer.mask_token_id).all()
+        assert torch.equal(row["labels"][chosen], plain["input_ids"][chosen].long())
+        assert torch.equal(row["input_ids"][~chosen], plain["input_ids"][~chosen].long())
+        assert row["token_weights"][chosen].sum().item() == pytest.approx(tokens.sum().item(), rel=1e-5)
+        shares.append((chosen.sum() / tokens.sum()).item())
+    few, many = torch.tensor(shares).quantile(torch.tensor([0.25, 0.75])).tolist()
+    assert few == pytest.approx(0.25, abs=0.08)
+    assert many == pytest.approx(0.75, abs=0.08)
+
+
+def test_the_loss_of_diffusion_is_its_bound_over_all_tokens(tmp_path):
+    data = masked_data(tmp_path, packing="none", mask_probability="diffusion", val_fraction=0.2)
+    module = FusedMaskedLMModule(tiny_model("masked_eurobert", vocab_size=len(data.tokenizer)).double())
+    [found] = quiet_trainer(tmp_path).validate(module, data, verbose=False)
+    special, rows = torch.tensor(data.tokenizer.all_special_ids), data.val_dataloader().dataset
+    bound, count = 0.0, 0
+    for index in range(len(rows)):
+        ids, labels = rows[index]["input_ids"][None], rows[index]["labels"]
+        tokens = (~torch.isin(rows.rows[index]["input_ids"], special)).sum().item()
+        masked = labels != -100
+        with torch.no_grad():
+            log_p = module.backbone(ids).logits[0].log_softmax(-1)
+        bound -= tokens / masked.sum().item() * log_p[masked, labels[masked]].sum().item()
+        count += tokens
+    assert found["val/loss"] == pytest.approx(bound / count, rel=1e-6)
+
+
+@pytest.mark.parametrize("packing", ["stream", "none", "documents"])
 def test_labels_are_the_tokens_that_were_there_and_padding_is_neither_seen_nor_predicted(packing, tmp_path):
     data = masked_data(tmp_path, packing=packing)
     rows = data.val_dataloader().dataset

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning_helpers import quiet_trainer
-from tiny_models import sharpen, tiny_batch, tiny_llama
+from tiny_models import sharpen, tiny_batch, tiny_llama, tiny_model
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.data import DataLoader
-from transformers import LlamaForCausalLM
+from transformers import EuroBertForMaskedLM, LlamaForCausalLM
 
 from lit_fused import (
     FusedCausalLMModule,
@@ -386,6 +386,29 @@ def test_an_own_loss_that_takes_whole_batches_alone_is_named_in_a_warning():
 
     with pytest.warns(UserWarning, match="own loss of Changed is not compared, .*40 rows are needed"):
         prepared(model_that(whole)).spot_check(BATCH)
+
+
+@pytest.mark.filterwarnings("error:the own loss")
+def test_the_own_loss_of_a_masked_model_is_compared_on_a_slice_of_a_long_batch():
+    """Such a loss views its labels flat, which a slice of columns does not permit as it is."""
+
+    class Halved(EuroBertForMaskedLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output: Any = super().forward(*args, **kwargs)
+            if output.loss is not None:
+                output.loss = output.loss / 2
+            return output
+
+    ids = torch.randint(4, 97, (2, 4096), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids.where(ids % 5 != 0, 3), "labels": ids.where(ids % 5 == 0, -100)}
+    right: Any = tiny_model("masked_eurobert", max_position_embeddings=4096)
+    model = MaskedLanguageModel(right, LinearCrossEntropyLoss())
+    model.prepare(torch.device("cpu"))
+    model.spot_check(batch)
+    model = MaskedLanguageModel(Halved(right.config), LinearCrossEntropyLoss())
+    model.prepare(torch.device("cpu"))
+    with pytest.raises(UserError, match="own loss"):
+        model.spot_check(batch)
 
 
 # Entries of an output.

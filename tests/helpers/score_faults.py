@@ -21,6 +21,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "phi": {},
     "cohere": {"logit_scale": 0.4},
     "mistral": {"num_hidden_layers": 3},
+    "olmo2": {"num_hidden_layers": 12},
     "gemma2_untied": {"final_logit_softcapping": 9.0},
 }
 
@@ -267,6 +268,18 @@ def float32_head(fault: Fault) -> Any:
         return F.linear(inputs[0].float(), layer.weight.float(), None if layer.bias is None else layer.bias.float())
 
     return model, batch_of(ids, _of_completion(scored(with_products(model, ids, products), ids)))
+
+
+def other_layers(fault: Fault) -> Any:
+    """A model in bfloat16, whose sampler has the same weights and computes in float32 until its output layer."""
+    model = copy.deepcopy(learned(fault.family)).to(torch.bfloat16)
+    ids = completed(model, fault.seed)
+    exact = copy.deepcopy(model).float()
+
+    def products(layer: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        return F.linear(inputs[0].bfloat16(), layer.weight.bfloat16())
+
+    return model, batch_of(ids, _of_completion(scored(with_products(exact, ids, products), ids)))
 
 
 def honest(dtype: torch.dtype, way: str) -> Callable[[Fault], Any]:

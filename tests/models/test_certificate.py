@@ -21,9 +21,9 @@ from tiny_seq2seq import tiny_seq2seq
 from torch import nn
 
 import lit_fused
-from lit_fused import FusedCausalLMModule, LinearCrossEntropyLoss, UserError, filtered
+from lit_fused import FusedCausalLMModule, LanguageModel, LinearCrossEntropyLoss, UserError, filtered
 from lit_fused.callbacks import ExportPretrained
-from lit_fused.models.certificate import certify_folder, text_of
+from lit_fused.models.certificate import certificate_of, certify_folder, text_of
 from lit_fused.ops import linear_cross_entropy
 
 NAMES = ("loss", "hidden_states", "weights")
@@ -194,6 +194,17 @@ def test_a_run_whose_model_does_not_run_on_tokens_alone_says_so_and_goes_on(tmp_
     certificate = torch.load(tmp_path / "last.ckpt", weights_only=True)["certificate"]
     assert certificate["not_measured"] == "KeyError: 'pixels'"
     assert certificate["formula"] == "h W^T"
+
+
+def test_a_model_that_ranks_divide_has_its_formula_and_says_what_measures_it():
+    model = LanguageModel(tiny_model("granite"), LinearCrossEntropyLoss())
+    model.prepare(torch.device("cpu"))
+    certificate = certificate_of(model, divided=True)
+    assert certificate is not None
+    assert certificate["formula"] == "0.25 (h W^T)"
+    assert "lit-fused --certify FOLDER" in certificate["not_measured"]
+    assert not any("/" in name for name in certificate)
+    assert f"not measured: {certificate['not_measured']}" in text_of(certificate)
 
 
 # The command, on a folder of a stranger

@@ -22,6 +22,7 @@ from score_faults import (
     no_scale,
     no_softcap,
     other_ids,
+    other_layers,
     rounded,
     scored,
     shifted,
@@ -87,8 +88,10 @@ HELD_OUT = faults(
         ("precision of the body", "layers", rounded("layers")),
     ],
 )
+# In bfloat16 the layers of another program round otherwise: here they do not round at all.
+OTHERWISE = faults(("llama", "gemma2", "olmo2"), 950, [("none", "other layers", other_layers)])
 HONEST = faults(
-    ("llama", "gemma2", "granite", "phi", "cohere", "mistral"),
+    ("llama", "gemma2", "granite", "phi", "cohere", "mistral", "olmo2"),
     900,
     [("none", f"{dtype} {way}", honest(dtype, way)) for dtype, way in WAYS],
 )  # fmt: skip
@@ -122,7 +125,7 @@ def test_of_a_hundred_faults_ninety_five_are_named_in_one_step_and_as_many_of_th
 @pytest.mark.slow
 def test_the_same_model_in_batches_of_another_shape_with_a_cache_and_padded_is_no_fault():
     reports = [report_of(fault) for fault in HONEST]
-    assert not wrong(HONEST)
+    assert not wrong(HONEST + OTHERWISE)
     assert max(report.k3 for report in reports) > 1e-5  # Some of them round differently.
 
 

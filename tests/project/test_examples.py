@@ -157,6 +157,14 @@ def test_masked_words_are_learned_and_filled_in_by_the_exported_model(printed: C
 
 
 @pytest.mark.slow
+def test_a_masked_diffusion_model_writes_lines_that_are_like_those_it_learned(printed: Callable[[str], str]) -> None:
+    output = printed("masked_diffusion")
+    assert numbers(r"(\d+) of 100 lines are of an animal and its own sound", output)[0] > 80
+    [bound] = numbers(r"val/loss ([\d.]+)", output)
+    assert bound == pytest.approx(math.log(700) / 6, abs=0.15)  # 700 lines, nearly all of six tokens
+
+
+@pytest.mark.slow
 def test_preferences_are_learned_of_sums_that_no_training_pair_has_and_no_answer_alone_tells(tmp_path, monkeypatch):
     script = example("preferences")
     monkeypatch.setattr(sys, "argv", ["preferences.py", str(tmp_path)])
