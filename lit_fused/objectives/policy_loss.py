@@ -99,7 +99,7 @@ class PolicyLoss(ScoredLoss):
         reference: returns the reference's log-probabilities (B, T) for a batch without them; or None.
         is_due: called with each batch that has the sampler's log-probabilities; where it returns True, the cause of
             their differences from the policy's is looked for, told in a warning the first time, and in ``report``.
-        largest_log_ratio: () of any token since it was set to None.
+        largest_log_ratio: () of any trained token since it was set to None.
     """
 
     needs_entropy = True
@@ -225,7 +225,8 @@ class PolicyLoss(ScoredLoss):
         """Return how far the sampler's log-probabilities are from the policy's: numbers of each token (B, T)."""
         log_ratio = (log_prob - sampler).where(mask, 0).detach()
         largest, kl = log_ratio.abs().max(), policy.kl_estimate(sampler, log_prob)
-        self.largest_log_ratio = largest if self.largest_log_ratio is None else largest.max(self.largest_log_ratio)
+        if log_prob.requires_grad:  # A validation between micro-batches is no part of their step.
+            self.largest_log_ratio = largest if self.largest_log_ratio is None else largest.max(self.largest_log_ratio)
         beyond = log_ratio.abs() > math.log(2)
         numbers = {"sampler_kl/tokens": kl, "sampler_k1/tokens": -log_ratio, "sampler_beyond_2x/tokens": beyond.to(kl)}
         place, length = mask.cumsum(-1) - 1, mask.sum(-1, keepdim=True).clamp(min=1)

@@ -121,7 +121,7 @@ def _predicted_by_others(layer: OutputLayer, differences: Tensor, unit: Tensor, 
     kernel = sum(each / each.diagonal().mean().clamp(min=1e-30) for each in kernels)
     shares = []
     for ridge in (0.03, 0.3):
-        noise = ridge * torch.eye(len(target), device=target.device)
+        noise = ridge * torch.eye(len(target), dtype=target.dtype, device=target.device)
         smoother = torch.linalg.solve(kernel + noise, kernel).T
         left_out = (target - smoother @ target) / (1 - smoother.diagonal())
         shares.append(1 - (left_out.square().sum() / target.square().sum().clamp(min=1e-30)).item())

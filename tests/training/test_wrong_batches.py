@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from lit_fused import (
     CrossEntropyLoss,
     FusedCausalLMModule,
-    LanguageModel,
     LinearCrossEntropyLoss,
     ModelInternalLoss,
-    PolicyLoss,
     UserError,
     fuse,
 )
@@ -78,13 +76,6 @@ def test_a_batch_that_is_a_list_is_told_what_it_should_be() -> None:
 def test_the_loss_by_itself_refuses_labels_that_are_no_tensor_of_positions(labels: Any) -> None:
     with pytest.raises(UserError, match="labels must be a tensor with one integer per position, got a"):
         LinearCrossEntropyLoss(output_embeddings=nn.Linear(16, 61))(torch.zeros(2, 12, 16), labels)
-
-
-def test_rollouts_of_another_model_warn_with_their_divergence() -> None:
-    given = {"sampler_log_probs": torch.full((2, 12), -6.0), "advantages": torch.ones(2, 12)}
-    rollouts = ragged_batches(1)[0] | given
-    with pytest.warns(UserWarning, match="the rollouts' log-probabilities are not this model's: their KL"):
-        LanguageModel(tiny_llama(), PolicyLoss()).spot_check(rollouts)
 
 
 def test_copies_of_a_fused_model_in_one_process_are_refused() -> None:
