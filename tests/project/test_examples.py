@@ -248,6 +248,12 @@ def test_heads_learn_the_tokens_ahead_and_draft_what_is_generated(printed: Calla
 
 
 @pytest.mark.slow
+def test_a_drafter_writes_what_its_target_writes(printed: Callable[[str], str]) -> None:
+    before, after = numbers(r"accepts ([\d.]+)", printed("drafter"))
+    assert before < 0.5 < 3.5 < after
+
+
+@pytest.mark.slow
 def test_a_model_learns_to_answer_about_pictures_that_it_has_not_seen(printed: Callable[[str], str]) -> None:
     before, after = numbers(r"(\d+)%", printed("vision_language"))
     assert before < 20 < 80 < after  # 4 % are right by chance.
