@@ -8,6 +8,7 @@ marked `needs_compiler` or `needs_browser` are skipped where the tool is missing
 import contextlib
 import functools
 import gc
+import logging
 import os
 import shutil
 import tempfile
@@ -94,6 +95,13 @@ def no_process_group_left() -> Iterator[None]:
         torch.distributed.destroy_process_group()
         os.environ.clear()
         os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def lightning_logs_as_before() -> Iterator[None]:
+    """A command in this process silences Lightning's log for good, which a later test may read."""
+    yield
+    logging.getLogger("lightning.pytorch").setLevel(logging.INFO)  # as its import does
 
 
 @pytest.fixture
