@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaModel, PreTrain
 import lit_fused
 
 TOKENS, LENGTH, DRAFTED = 100, 24, 5
-CONFIG = {"vocab_size": TOKENS, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+CONFIG: dict[str, Any] = {"vocab_size": TOKENS, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
 
 
 def rows(count: int, seed: int) -> Any:
@@ -45,7 +45,7 @@ class Drafter(L.LightningModule):
         size = target.config.hidden_size
         self.both = nn.Linear(2 * size, size, bias=False)
         self.layer = LlamaModel(LlamaConfig(**CONFIG, num_hidden_layers=1))
-        self.layer.embed_tokens = None  # It gets the target's embeddings.
+        del self.layer.embed_tokens  # It gets the target's embeddings.
 
     def forward(self, states: Tensor, next_ids: Tensor) -> Tensor:
         """Return the hidden states (B, T, D) of tokens (B, T) that follow those of ``states`` (B, T, D)."""
