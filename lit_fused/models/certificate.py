@@ -35,6 +35,7 @@ from lit_fused.ops.reference import linear_cross_entropy_reference
 
 Certificate = dict[str, Any]  # of strings and numbers
 _ROWS = 4  # of eight tokens
+_PART = 2**20  # numbers of a gradient that are converted at once
 _MEASURED = {
     "loss": "loss",
     "hidden_states": "gradient of the hidden states",
@@ -187,12 +188,12 @@ def _targets(logits: Tensor) -> Tensor:
 
 
 def _compared(loss: Tensor, inputs: list[Tensor]) -> dict[str, list[Tensor]]:
-    """Return a loss and its gradients, on the CPU and in float64, by what they are called; none of a loss without."""
+    """Return a loss and its gradients by what they are called; none of a loss without."""
     found = {"loss": [loss]}
     if loss.requires_grad:
         of_hidden_states, *of_weights = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
         found |= {"hidden_states": [of_hidden_states]} | ({"weights": of_weights} if of_weights else {})
-    return {name: [t.detach().to("cpu", torch.float64) for t in tensors] for name, tensors in found.items()}
+    return {name: [t.detach() for t in tensors] for name, tensors in found.items()}
 
 
 def _in_float64(head: OutputHead, hidden_states: Tensor, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -215,6 +216,10 @@ def _in_float64(head: OutputHead, hidden_states: Tensor, targets: Tensor) -> tup
 
 def _relative(found: list[Tensor], truth: list[Tensor]) -> float:
     """Return the norm of the error of some tensors together, divided by that of the truth, if it is not zero."""
-    differences = [ours - exact for ours, exact in zip(found, truth, strict=True)]
-    error, size = (sum(t.square().sum().item() for t in tensors) ** 0.5 for tensors in (differences, truth))
+    error = size = 0.0
+    for ours, exact in zip(found, truth, strict=True):
+        for part, of_truth in zip(ours.flatten().split(_PART), exact.flatten().split(_PART), strict=True):
+            error += (part.to("cpu", torch.float64) - of_truth).square_().sum().item()
+            size += of_truth.square().sum().item()
+    error, size = error**0.5, size**0.5
     return error / size if size else error
