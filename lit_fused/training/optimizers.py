@@ -154,6 +154,7 @@ def build_optimizer(
                 f"{type(optimizer).__name__} looks at whole matrices, which this strategy divides; choose "
                 "strategy=ddp, or optimizer=adamw"
             )
+        step_on_parts(optimizer)  # already here, as torch reads a checkpoint by a step without gradients
         return optimizer
     own = {id(p) for p in module.parameters()}
     if not all(id(p) in own for group in given.param_groups for p in group["params"]):
@@ -177,7 +178,8 @@ def step_on_parts(optimizer: Optimizer) -> None:
             if len({isinstance(p, DTensor) for p in group["params"]}) > 1:
                 _one_by_one(group, type(optimizer).__name__)
         return
-    if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
+    is_done = "_init_group" in vars(optimizer)
+    if is_done or not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
         return
     # torch's hooks run before and after a step; none comes between the lists of parameters, gradients and state, which
     # this method of Adam fills, and the update of what is in them.
