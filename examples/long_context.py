@@ -38,6 +38,8 @@ def rows() -> list[dict[str, Tensor]]:
 
 
 def main() -> None:
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"five steps of rows of {LENGTH:,} tokens", flush=True)
     L.seed_everything(0, verbose=False)
     sizes: Any = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB_SIZE, max_position_embeddings=LENGTH, **sizes))
@@ -56,7 +58,7 @@ def main() -> None:
     dataset: Any = rows()
     trainer.fit(module, DataLoader(dataset))
     if trainer.is_global_zero:
-        print(f"Rows of {LENGTH:,} tokens, of which each of {DEVICES} devices has at most {-(-LENGTH // DEVICES):,}")
+        print(f"each of {DEVICES} devices has at most {-(-LENGTH // DEVICES):,} tokens of a row")
 
 
 if __name__ == "__main__":
