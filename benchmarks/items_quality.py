@@ -39,10 +39,9 @@ from lit_fused import FusedRecommenderModule, LinearCrossEntropyLoss, SASRec
 from lit_fused.filtered import Filtered
 from lit_fused.losses import LossOutput
 from lit_fused.losses.loss import Batch
-from lit_fused.training import RowWiseAdagrad, cosine_with_warmup
+from lit_fused.training import cosine_with_warmup
 
-ADAGRAD = "full softmax, RowWiseAdagrad"
-FULL = ("full softmax", ADAGRAD, "filtered")
+FULL = ("full softmax", "filtered")
 LOSSES = (*FULL, "sampled softmax, log q", "gBCE", "BCE")
 FOLLOW, SUCCESSORS = 0.7, torch.tensor([0.5, 0.3, 0.2])
 
@@ -193,11 +192,10 @@ def run(name: str, options: argparse.Namespace) -> list[dict[str, float]]:
         torch.manual_seed(seed)
         sizes: Any = {"num_layers": 2, "num_heads": 2, "max_length": options.length, "dropout": 0.1}
         watch = Watch(options.seconds)
-        adagrad = partial(RowWiseAdagrad, lr=options.adagrad_lr)
         module = FusedRecommenderModule(
             SASRec(options.items, options.width, **sizes),
             loss=loss_of(name, options, popularity / popularity.sum()),
-            optimizer=adagrad if name == ADAGRAD else partial(torch.optim.AdamW, lr=options.lr, weight_decay=0.01),
+            optimizer=partial(torch.optim.AdamW, lr=options.lr, weight_decay=0.01),
             scheduler=watch.schedule if options.seconds else cosine_with_warmup,
         )
         quiet: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
@@ -238,7 +236,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--negatives", type=int, default=256, help="of a batch, for the sampled softmax")
     parser.add_argument("--binary-negatives", type=int, default=4, help="of each position, for gBCE and BCE")
     parser.add_argument("--lr", type=float, default=1e-2)
-    parser.add_argument("--adagrad-lr", type=float, default=3e-2, help="of RowWiseAdagrad")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--losses", nargs="+", default=[*LOSSES], choices=LOSSES)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])

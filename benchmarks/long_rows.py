@@ -2,6 +2,7 @@
 
     python benchmarks/long_rows.py --model qwen3_0_6b --lengths 65536 131072 262144 524288
     python benchmarks/long_rows.py --ways memory=checkpoint memory=long liger --out docs/evidence/long_rows.json
+    python benchmarks/long_rows.py --model lora --set model@model.model=llama_1b --steps 0   # adapters
     python benchmarks/long_rows.py --tiny --lengths 512 1024 --steps 2   # on a CPU, to try the script
 
 A way is an override of train.py's group, or several joined by commas (memory=long,mlp_chunk_tokens=8192), or "liger":
@@ -37,25 +38,30 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     length, is_liger = options.lengths[0], options.ways[0] == "liger"
     words = ["memory=checkpoint"] if is_liger else options.ways[0].split(",")
     words = [word if word.startswith("memory") else f"memory.{word}" for word in words]
-    sizes = [f"model.config.{word}" for word in [*TINY, "num_key_value_heads=1"]] if options.tiny else []
-    positions = f"++model.config.max_position_embeddings={length}"
+    config = "model.model.config" if options.model == "lora" else "model.config"
+    sizes = [f"{config}.{word}" for word in [*TINY, "num_key_value_heads=1"]] if options.tiny else []
+    positions = f"++{config}.max_position_embeddings={length}"
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("train", [f"model={options.model}", "data=synthetic", *sizes, positions, *words])
-    backbone: Any = instantiate(cfg.model)
+        cfg = compose("train", [f"model={options.model}", "data=synthetic", *options.set, *sizes, positions, *words])
+    with device:  # adapters need weights at once
+        backbone: Any = instantiate(cfg.model)
     lit_fused.materialize(backbone)
     backbone = instantiate(cfg.memory)(backbone).train()
     RotaryHalfPrecision("bf16-true").convert_module(backbone)
     backbone = backbone.to(device)
     loss_of = with_liger(backbone) if is_liger else with_lit_fused(backbone, device, options.compile)
-    optimizer = torch.optim.AdamW(backbone.parameters(), lr=1e-4, fused=device.type == "cuda")
+    trained = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device.type == "cuda")
     torch.manual_seed(0)
     tokens = torch.randint(backbone.config.vocab_size, (1, length), device=device)
     seconds, value = [], 0.0
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # Adapters' models are built in float32.
     for _ in range(options.steps + 1):
         begin = time.perf_counter()
         loss = loss_of(tokens) / length
         loss.backward()
-        nn.utils.clip_grad_norm_(backbone.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         value = loss.item()  # It waits for the GPU.
@@ -97,6 +103,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=["memory=checkpoint", "memory=long"])
     parser.add_argument("--steps", type=int, default=2, help="after the first, which compiles; 0: the first is timed")
     parser.add_argument("--compile", default="regional", choices=["regional", "none"])
+    parser.add_argument("--set", nargs="+", default=[], help="further overrides of train.py's configuration")
     parser.add_argument("--tiny", action="store_true", help="another width and depth, for a CPU")
     parser.add_argument("--out", type=Path, help="a JSON file")
     parser.add_argument("--here", action="store_true", help="in this process, one way and one length")
@@ -106,6 +113,7 @@ def main() -> None:
         return
     given = ["--model", options.model, "--steps", str(options.steps), "--compile", options.compile]
     given += ["--tiny"] if options.tiny else []
+    given += ["--set", *options.set] if options.set else []
     rows: list[dict[str, Any]] = []
     for way in options.ways:
         for length in sorted(options.lengths):

@@ -8,7 +8,6 @@ from lit_fused.callbacks.peak_memory import PeakMemoryMonitor
 from lit_fused.callbacks.run_checkpoint import ResumeHint, RunCheckpoint
 from lit_fused.callbacks.sample_text import SampleText
 from lit_fused.callbacks.stop_on_signal import StopOnSignal
-from lit_fused.callbacks.stop_report import StopReport
 from lit_fused.callbacks.throughput import TokenThroughput
 from lit_fused.callbacks.training_progress import progress_bar
 from lit_fused.callbacks.weight_average import WeightAverage

@@ -23,8 +23,6 @@ from lit_fused.parallel.sharded import Sharded
 from lit_fused.parallel.strategies import FSDP2Strategy
 
 _OTHERWISE = "choose strategy=fsdp2, which divides no row"
-# They change with the longest position that they are given, and a rank does not see that of the whole row.
-_BY_LENGTH = ("dynamic", "longrope")
 
 
 class ContextStrategy(FSDP2Strategy):
@@ -152,12 +150,3 @@ def check_model(model: LanguageModel) -> None:
     if inner is None or inner.config.is_encoder_decoder or has_towers(model):
         kind = "no model of transformers" if inner is None else "no model of text with one list of layers"
         raise UserError(f"strategy=context divides attention of transformers, and {model.name} is {kind}; {_OTHERWISE}")
-    if getattr(inner.config, "output_router_logits", False):
-        raise UserError(
-            f"{model.name} has a router's loss, which is no sum over tokens: it needs those of all ranks; set "
-            f"output_router_logits=False, or {_OTHERWISE}"
-        )
-    rope = getattr(inner.config, "rope_parameters", None) or {}
-    kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
-    for kind in kinds.intersection(_BY_LENGTH):
-        raise UserError(f"{model.name} has {kind} positions, which depend on the length of a row; {_OTHERWISE}")

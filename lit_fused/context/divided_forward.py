@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_fused.context.beside_attention import told_of_whole_rows
 from lit_fused.context.exchange import Ranks
 from lit_fused.context.undivided_rows import check_undivided
 from lit_fused.context.whole_attention import attending
@@ -69,11 +70,8 @@ class DividedForward:
         inner, length = model.transformers_model, labels_of(batch).shape[1]
         assert inner is not None
         inputs = self._inputs(batch)
-        with attending(inner, self.ranks, batch, length, model.packing):
-            *found, aux_loss = run(inputs)
-        if aux_loss is not None:
-            raise UserError(f"{model.name} has an auxiliary loss, which is no sum over tokens; choose strategy=fsdp2")
-        return *found, None
+        with attending(inner, self.ranks, batch, length, model.packing), told_of_whole_rows(inner, self.ranks, batch):
+            return run(inputs)
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
         """Return a batch with this rank's positions of what the backbone reads, and the whole mask."""

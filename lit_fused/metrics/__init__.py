@@ -49,12 +49,6 @@ def metrics_from_sums(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.float() for name, value in metrics.items()}
 
 
-def metric_names(statistics: Sequence[str]) -> set[str]:
-    """Return the names that :func:`metrics_from_sums` may return for a loss with these statistics."""
-    names = {name.partition("/")[0] for name in (*_SUMS, *statistics)} - {"num_tokens", "nll"}
-    return {_NAMES.get(name, name) for name in names} | {"perplexity"}
-
-
 class TokenMetrics(Metric):
     """Sums over an evaluation epoch, reduced over ranks by ``compute``. States are float64 scalars.
 

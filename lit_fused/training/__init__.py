@@ -11,4 +11,3 @@ from lit_fused.training.optimizers import (
     warmup_stable_decay,
 )
 from lit_fused.training.recommender_module import FusedRecommenderModule, pretrained_items
-from lit_fused.training.row_wise_adagrad import RowWiseAdagrad

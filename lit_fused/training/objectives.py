@@ -173,10 +173,6 @@ class FusedPolicyModule(FusedCausalLMModule):
             raise UserError(f"reference must be a model, copy or stored, got {kind!r}")
         self._policy_loss = used
 
-    @property
-    def metric_names(self) -> set[str]:
-        return super().metric_names | {"sampler_largest_ratio"}
-
     def setup(self, stage: str) -> None:
         alone, equal, loss = self._of_data("alone") or 0, self._of_data("equal") or 0, self.model.loss
         assert isinstance(loss, PolicyLoss)

@@ -115,10 +115,6 @@ class FusedRecommenderModule(FusedLMModule):
 
     on_test_epoch_end = on_validation_epoch_end
 
-    @property
-    def metric_names(self) -> set[str]:
-        return super().metric_names | {f"coverage_at_{self._recommender.top_k}"}
-
     def recommend(self, input_ids: Any, k: int = 10, seen: Any = None) -> Recommendations:
         """Return the k best next items of histories, a tensor (B, T) or lists, in evaluation mode, as
         :meth:`~lit_fused.models.recommender.RecommenderModel.recommend` says."""

@@ -19,7 +19,6 @@ from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 from lit_fused.errors import UserError
 from lit_fused.export.huggingface import outline, write_folder
 from lit_fused.heads import evaluation_mode, peft_model
-from lit_fused.metrics import metric_names
 from lit_fused.models.certificate import Certificate, certificate_of
 from lit_fused.models.compilation import compile_backbone
 from lit_fused.models.generation import check_generates
@@ -32,7 +31,6 @@ from lit_fused.parallel import Placement, are_finite, local, placement_of
 from lit_fused.parallel.checkpoint import check_same_model, read_checkpoint, shapes_of
 from lit_fused.training.average import TokenAverage
 from lit_fused.training.frozen import FrozenModel
-from lit_fused.training.monitors import check_monitors
 from lit_fused.training.resume import ExactResume, keep_own_paths, order_states
 
 
@@ -152,13 +150,7 @@ class TrainedModel(L.LightningModule):
 
     # Checkpoints.
 
-    @property
-    def metric_names(self) -> set[str]:
-        """The names that it may log after "train/", "val/" and "test/"."""
-        return metric_names(self.model.statistics)
-
     def on_fit_start(self) -> None:
-        check_monitors(self.trainer, self, self.metric_names)
         callbacks: list[L.Callback] = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         if any(isinstance(callback, LearningRateFinder | BatchSizeFinder) for callback in callbacks):
             # They have just found another rate or number of steps than the optimisers and schedules were made with.

@@ -20,7 +20,6 @@ from lit_fused.callbacks import (
     ResumeHint,
     SampleText,
     StopOnSignal,
-    StopReport,
     TokenThroughput,
     throughput,
 )
@@ -106,7 +105,7 @@ def test_tokens_and_wall_time_go_on_where_a_resumed_run_stopped_and_begin_anew_i
 
 
 def test_callbacks_of_a_fit_take_a_validation_alone(tmp_path):
-    callbacks = [StopOnSignal(), FiniteWatch(), PeakMemoryMonitor(), TokenThroughput(), SampleText(), StopReport()]
+    callbacks = [StopOnSignal(), FiniteWatch(), PeakMemoryMonitor(), TokenThroughput(), SampleText()]
     trainer = quiet_trainer(tmp_path, callbacks=[*callbacks, ExportPretrained(tmp_path / "exported")])
     [found] = trainer.validate(FusedCausalLMModule(tiny_llama()), loader(ragged_batches(2)), verbose=False)
     assert found["val/loss"] > 0

@@ -14,11 +14,18 @@ from parallel_fits import fit, folder_of, judge, launch
 from peft import LoraConfig, get_peft_model
 from preference_cases import pairs
 from ranks import Refusal, each
-from tiny_models import MODELS, tiny_backbone, tiny_batch, tiny_model
+from tiny_models import MODELS, ScaledInTraining, sharpen, tiny_backbone, tiny_batch, tiny_llama, tiny_model
 from transformers import T5Config, T5ForConditionalGeneration
 
 import lit_fused
-from lit_fused import FusedCausalLMModule, FusedMaskedLMModule, FusedPreferenceModule, ModelInternalLoss
+from lit_fused import (
+    FusedCausalLMModule,
+    FusedMaskedLMModule,
+    FusedPolicyModule,
+    FusedPreferenceModule,
+    ModelInternalLoss,
+    PolicyLoss,
+)
 from lit_fused.context import ContextStrategy
 
 FITS = [
@@ -70,20 +77,21 @@ def test_a_checkpoint_goes_on_with_rows_divided_otherwise_or_not_at_all(tmp_path
         assert relative_error(found["resumed"], found["at once"]) < 1e-5, other
 
 
-def adapted(case: str, folder: Path) -> tuple[list[float], Any]:
+LOGGED = ("train/loss", "train/aux_loss", "train/gradient_norm")
+
+
+def adapted(name: str, folder: Path, strategy: str = "auto") -> tuple[list[float], Any]:
     """Return the losses of a fit of adapters, and the scores of whole rows that the trained model gives."""
     torch.manual_seed(0)
-    model = get_peft_model(
-        tiny_model("llama"), LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    )
+    model = get_peft_model(tiny_model(name), LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
     module = FusedCausalLMModule(model, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1))
-    strategy: Any = ContextStrategy() if case == "context" else "auto"
-    options = {"devices": 2 if case == "context" else 1, "strategy": strategy, "max_epochs": 3}
+    divided = strategy == "context"
+    options: Any = {"devices": 1 + divided, "strategy": ContextStrategy() if divided else "auto", "max_epochs": 3}
     losses: list[float] = []
 
     class Losses(L.Callback):
         def on_train_batch_end(self, trainer: Any, *_: object, **__: object) -> None:
-            losses.append(trainer.callback_metrics["train/loss"].item())
+            losses.extend(x.item() for key, x in trainer.callback_metrics.items() if key in LOGGED)
 
     trainer = quiet_trainer(folder, **options, callbacks=[Losses()])
     rows = loader([tiny_batch(3, 19)])
@@ -92,12 +100,13 @@ def adapted(case: str, folder: Path) -> tuple[list[float], Any]:
     return losses, predicted[0]
 
 
-def test_adapters_train_on_divided_rows_and_the_scores_are_of_whole_ones(tmp_path):
-    losses, scores = each(adapted, 2, ["context"], tmp_path)["context"]
-    expected, expected_scores = adapted("one", tmp_path)
-    assert losses == pytest.approx(expected, rel=1e-6)
-    for name, value in expected_scores.items():
-        torch.testing.assert_close(scores[name], value)
+def test_adapters_and_routers_train_on_divided_rows_and_the_scores_are_of_whole_ones(tmp_path):
+    for name, (losses, scores) in each(adapted, 2, ["llama", "mixtral"], tmp_path, "context").items():
+        expected, expected_scores = adapted(name, tmp_path)
+        assert len(losses) == 3 * len(LOGGED) if name == "mixtral" else 3 * (len(LOGGED) - 1)
+        assert losses == pytest.approx(expected, rel=1e-6)
+        for key, value in expected_scores.items():
+            torch.testing.assert_close(scores[key], value)
 
 
 def preferred(case: str, folder: Path) -> dict[str, float]:
@@ -128,8 +137,6 @@ REFUSED = {
     "several kinds": "FalconH1ForCausalLM is not the same with its rows divided over ranks",
     "positions of its own": "OPTForCausalLM is not the same with its rows divided over ranks: .* of a padded row",
     "biases": "MptForCausalLM is not the same with its rows divided over ranks",
-    "positions by length": "LlamaForCausalLM has dynamic positions, which depend on the length of a row",
-    "router": "MixtralForCausalLM has a router's loss, which is no sum over tokens: .* output_router_logits=False",
     "encoder-decoder": "T5ForConditionalGeneration is no model of text with one",
     "plain module": "TinyBackbone is no model of transformers",
     "loss=model": "ModelInternalLoss needs whole rows of a batch, which strategy=context divides",
@@ -137,6 +144,7 @@ REFUSED = {
     "different batches": "ranks of one context-parallel group got different batches",
     "other entries": r"strategy=context divides the tokens of a batch, and a_mask is not one number for each",
     "whole": "compile=whole would be cut at every layer",
+    "a policy's logits": "ScaledInTraining does something to its logits that is not the formula",
 }  # fmt: skip
 _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "recurrence": ("mamba", {}),
@@ -150,8 +158,6 @@ _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "several kinds": ("falcon_h1", {}),
     "positions of its own": ("opt", {}),
     "biases": ("mpt", {}),
-    "positions by length": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
-    "router": ("mixtral", {}),
     "heads": ("llama", {"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 3}),
 }
 
@@ -172,6 +178,9 @@ def refused(case: str, folder: Path) -> None:
         options["loss"] = ModelInternalLoss()
     elif case == "other entries":
         batch["a_mask"] = torch.ones(2, 3, 12)
+    elif case == "a policy's logits":
+        model, module = sharpen(tiny_llama(ScaledInTraining)), FusedPolicyModule
+        batch["advantages"], options["loss"] = torch.ones(2, 12), PolicyLoss("ppo")
     elif case == "whole":
         options["compile"] = "whole"
     strategy = ContextStrategy(3 if case == "devices" else None)

@@ -16,6 +16,14 @@ from lit_fused.context.divided_forward import DividedForward
 from lit_fused.context.exchange import Ranks
 from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss
 
+# A part of two ranks (10) is shorter than these positions scale to, and the row of 19 tokens is longer.
+LIMIT = 14
+THETA = {"rope_theta": 1e4}
+DYNAMIC: dict[str, Any] = THETA | {"rope_type": "dynamic", "factor": 4.0}
+FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 4.0, 6.0, 8.0]}
+LONGROPE: dict[str, Any] = {"rope_type": "longrope", "original_max_position_embeddings": LIMIT} | FACTORS | THETA
+_EXPERTS: dict[str, Any] = MODELS["mixtral"][1]
+
 # name -> (the tiny model of tiny_models, changes to its configuration)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -38,8 +46,18 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {}),
     "phi": ("phi", {}),
     "cohere": ("cohere", {}),
-    "mixtral": ("mixtral", {"output_router_logits": False}),
-    "qwen3_moe": ("qwen3_moe", {"output_router_logits": False}),
+    "mixtral": ("mixtral", {}),
+    "mixtral, offload": ("mixtral", {}),
+    "mixtral, no router's loss": ("mixtral", {"output_router_logits": False}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "olmoe": ("olmoe", {**_EXPERTS, "num_experts": 4}),
+    "phi3, longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": LIMIT}),
+    "gemma3, longrope": (
+        "gemma3_text",
+        {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]}
+        | {"rope_parameters": {"full_attention": LONGROPE, "sliding_attention": {"rope_type": "default"} | THETA}},
+    ),
+    "llama, dynamic": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": LIMIT}),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "head_dim": 8, "sliding_window": 5}),
     "deepseek_v3": (
         "deepseek_v3",
@@ -85,8 +103,8 @@ def built(name: str) -> Any:
 def batch_of(kind: str, length: int = 19) -> dict[str, Tensor]:
     batch = tiny_batch(3, length)
     positions = torch.arange(length).expand(3, -1)
-    if kind == "packed":
-        starts = torch.tensor([[0], [7], [12]])
+    if kind.startswith("packed"):
+        starts = torch.tensor([[0], [7], [12]] if kind == "packed" else [[9], [7], [12]])
         batch["position_ids"] = torch.where(positions < starts, positions, positions - starts)
     elif kind == "padded":
         batch["attention_mask"] = (positions < torch.tensor([[length], [5], [12]])).long()
@@ -108,9 +126,12 @@ def ranks() -> Ranks:
 def sums_and_gradients(model: LanguageModel, forward: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     model.zero_grad()
     output = model.compute(forward, batch)
-    output.loss_sum.backward()
+    summed = output.loss_sum
+    if output.aux_loss is not None:  # as a step adds it
+        summed = summed + output.aux_loss * output.num_tokens
+    summed.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return found | {"loss": output.loss_sum.detach(), "tokens": output.num_tokens.double()}
+    return found | {"loss": summed.detach(), "tokens": output.num_tokens.double()}
 
 
 def error(case: tuple[str, str], length: int = 19) -> float:

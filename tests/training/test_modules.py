@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from errors_of import ROUNDING, relative_error
 from head_cases import grad_of
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_helpers import VOCABULARY, loader, quiet_trainer, ragged_batches, tiny_llama
 from tiny_models import tiny_model
 from torch import Tensor, nn
@@ -398,40 +398,6 @@ def test_tokens_outside_the_embedding_stop_the_first_batch_with_a_sentence(tmp_p
     batch["input_ids"] = batch["input_ids"] + VOCABULARY
     with pytest.raises(UserError, match="input_ids must lie in .0, 61.*does the tokenizer have more entries"):
         fit(FusedCausalLMModule(tiny_llama()), [batch], tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("callback", "words"),
-    [
-        (ModelCheckpoint(monitor="val/los"), r"ModelCheckpoint monitors 'val/los', .*\(did you mean val/loss\?\)"),
-        (EarlyStopping("val_loss"), r"EarlyStopping monitors 'val_loss', .*\(did you mean val/loss\?\)"),
-    ],
-)
-def test_a_misspelt_metric_is_answered_before_training_where_no_project_logs_its_own(callback, words, tmp_path):
-    class Own(Spy):
-        def on_validation_epoch_end(self) -> None:
-            super().on_validation_epoch_end()
-            self.log(callback.monitor, 1.0)
-
-    def run(module: Any) -> int:
-        trainer = quiet_trainer(tmp_path, max_steps=2, callbacks=[callback], enable_checkpointing=True)
-        trainer.fit(module, loader(ragged_batches(2)), loader(ragged_batches(2)))
-        return trainer.global_step
-
-    with pytest.raises(UserError, match=words):
-        run(FusedCausalLMModule(tiny_llama()))
-    assert run(Own(tiny_llama())) == 2
-
-
-def test_every_metric_that_is_logged_can_be_monitored(tmp_path):
-    module = FusedCausalLMModule(tiny_llama(), LinearCrossEntropyLoss(label_smoothing=0.1, z_loss=1e-2))
-    trainer = fit(module, ragged_batches(2), tmp_path)
-    trainer.validate(module, [loader(ragged_batches(2))] * 2, verbose=False)
-    for name in trainer.callback_metrics:
-        saver = ModelCheckpoint(tmp_path, monitor=name)
-        quiet_trainer(tmp_path, max_steps=0, callbacks=[saver], enable_checkpointing=True).fit(
-            module, loader(ragged_batches(1))
-        )
 
 
 @pytest.mark.parametrize("place", ["forward", "backward", "optimizer"])

@@ -25,7 +25,6 @@ from lit_fused.parallel import FSDP2Strategy
 from lit_fused.pipeline import PipelineStrategy
 from lit_fused.training import FusedCausalLMModule, FusedRecommenderModule
 from lit_fused.training.optimizers import warmup_stable_decay
-from lit_fused.training.row_wise_adagrad import RowWiseAdagrad
 
 HIDDEN, WEIGHT, TARGETS = torch.randn(5, 8), torch.randn(11, 8), torch.arange(5)
 CONFIG = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=32)
@@ -45,7 +44,6 @@ CASES = {
         lambda **of: FusedRecommenderModule(SASRec(5, hidden_size=8), **of),
         "popularity_correction mask_fraction top_k",
     ),
-    "adagrad": (lambda **of: RowWiseAdagrad(PARAMETERS, **of), "lr eps weight_decay"),
     "schedule": (
         lambda **of: warmup_stable_decay(torch.optim.SGD(PARAMETERS), 10, **of),
         "warmup_fraction decay_fraction min_lr_ratio",

@@ -24,7 +24,7 @@ from rich.table import Table
 from lit_fused.app.command_line import command_line
 from lit_fused.app.reporting.page import write_run_page
 from lit_fused.app.run_folder import write_whole
-from lit_fused.callbacks import ExportPretrained, PeakMemoryMonitor, SampleText, StopReport, TokenThroughput
+from lit_fused.callbacks import ExportPretrained, PeakMemoryMonitor, SampleText, TokenThroughput
 from lit_fused.callbacks.run_checkpoint import newest_checkpoint
 from lit_fused.training import FusedLMModule
 
@@ -59,8 +59,6 @@ def report(trainer: L.Trainer, module: FusedLMModule, cfg: DictConfig) -> dict[s
             more["samples"] = callback.samples
         elif isinstance(callback, ExportPretrained):
             exported, more["exported_step"] = callback.folder, callback.step
-        elif isinstance(callback, StopReport):
-            more |= {"stopped_by": callback.stopped_by, "best": callback.best and callback.best._asdict()}
     if trainer.is_global_zero:
         more |= {"environment": _environment(trainer), "logits_gib": module.largest_logits()[1]}
         ran, impl = getattr(module.model.loss, "ran", None), cfg.loss.get("impl")

@@ -53,6 +53,8 @@ def head_of(bias_V: Tensor | None, options: LossOptions) -> tuple[Tensor | float
 class HopperKernels(Products):
     """Launches the kernels. Every tensor that they write is given to them."""
 
+    invariant = False  # whether single logits have the same bits wherever the operands lie in memory
+
     @staticmethod
     @cache
     def multiprocessors(device: torch.device) -> int:
@@ -68,7 +70,8 @@ class HopperKernels(Products):
             block = min(triton.next_power_of_2(hidden_size), 1024)
             matrices, of_each = (hidden_ND, weight_VD, weight_VD.stride(0)), columns.numel() // tokens
             arguments = (*matrices, head_of(bias_V, options), columns, logits, of_each, hidden_size)
-            _logit_of[(columns.numel(),)](*arguments, BLOCK=block)
+            logit_of = _logit_of_anywhere if self.invariant else _logit_of
+            logit_of[(columns.numel(),)](*arguments, BLOCK=block)
 
     def numerators(
         self,
@@ -260,6 +263,11 @@ def _logit_of(hidden, weight, weight_stride, head, columns, logits, of_each, hid
         if bias is not None:
             x = tl.maximum(x + bias_factor * tl.load(bias + column).to(tl.float32), NEVER, tl.PropagateNan.ALL)
         tl.store(logits + place, _capped(x, cap))
+
+
+# Triton compiles a kernel for what it finds of addresses and strides, and its vectors decide the order of a sum.
+_OPERANDS = ["hidden", "weight", "weight_stride"]
+_logit_of_anywhere = triton.jit(_logit_of.fn, do_not_specialize=_OPERANDS, do_not_specialize_on_alignment=_OPERANDS)
 
 
 @triton.jit

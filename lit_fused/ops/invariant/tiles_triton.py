@@ -44,6 +44,8 @@ FLOAT32 = TileShape(64, 128, 16, warps=8, stages=3)  # without tensor cores: of 
 class TritonTiles(HopperKernels):
     """Computes tiles on a GPU."""
 
+    invariant = True
+
     def __init__(self, dtype: torch.dtype) -> None:
         self.shape = FLOAT32 if dtype == torch.float32 else HALF
         self.width = self.shape.width
