@@ -14,11 +14,18 @@ from parallel_fits import fit, folder_of, judge, launch
 from peft import LoraConfig, get_peft_model
 from preference_cases import pairs
 from ranks import Refusal, each
-from tiny_models import MODELS, tiny_backbone, tiny_batch, tiny_model
+from tiny_models import MODELS, ScaledInTraining, sharpen, tiny_backbone, tiny_batch, tiny_llama, tiny_model
 from transformers import T5Config, T5ForConditionalGeneration
 
 import lit_fused
-from lit_fused import FusedCausalLMModule, FusedMaskedLMModule, FusedPreferenceModule, ModelInternalLoss
+from lit_fused import (
+    FusedCausalLMModule,
+    FusedMaskedLMModule,
+    FusedPolicyModule,
+    FusedPreferenceModule,
+    ModelInternalLoss,
+    PolicyLoss,
+)
 from lit_fused.context import ContextStrategy
 
 FITS = [
@@ -137,6 +144,7 @@ REFUSED = {
     "different batches": "ranks of one context-parallel group got different batches",
     "other entries": r"strategy=context divides the tokens of a batch, and a_mask is not one number for each",
     "whole": "compile=whole would be cut at every layer",
+    "a policy's logits": "ScaledInTraining does something to its logits that is not the formula",
 }  # fmt: skip
 _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "recurrence": ("mamba", {}),
@@ -170,6 +178,9 @@ def refused(case: str, folder: Path) -> None:
         options["loss"] = ModelInternalLoss()
     elif case == "other entries":
         batch["a_mask"] = torch.ones(2, 3, 12)
+    elif case == "a policy's logits":
+        model, module = sharpen(tiny_llama(ScaledInTraining)), FusedPolicyModule
+        batch["advantages"], options["loss"] = torch.ones(2, 12), PolicyLoss("ppo")
     elif case == "whole":
         options["compile"] = "whole"
     strategy = ContextStrategy(3 if case == "devices" else None)

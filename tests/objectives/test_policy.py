@@ -11,7 +11,7 @@ import torch
 from frozen_cases import fitted
 from lightning_helpers import loader, quiet_trainer
 from strategy_cases import TRAINED, assert_as_in_one_process
-from tiny_models import VOCABULARY, sharpen, tiny_model
+from tiny_models import VOCABULARY, ScaledInTraining, sharpen, tiny_batch, tiny_llama, tiny_model
 from torch import Tensor
 
 from lit_fused import FusedPolicyModule, LanguageModel, PolicyLoss
@@ -330,6 +330,15 @@ def test_ratios_beyond_float32_give_what_the_formula_gives_in_float64(ratio, hig
     torch.testing.assert_close(found, expected.float())
     gradients = torch.autograd.grad(found, log_prob)[0], torch.autograd.grad(expected, exact)[0].float()
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("length", [20, 3000])
+def test_the_first_batch_is_compared_with_the_models_own_logits(length, tmp_path):
+    batch = tiny_batch(4, length) | {"advantages": torch.ones(4, length)}
+    batch["labels"][:, : length // 2] = -100
+    module = FusedPolicyModule(sharpen(tiny_llama(ScaledInTraining)), PolicyLoss("ppo"))
+    with pytest.raises(UserError, match="ScaledInTraining does something to its logits"):
+        quiet_trainer(tmp_path, max_steps=1).fit(module, loader([batch]))
 
 
 @pytest.mark.slow
