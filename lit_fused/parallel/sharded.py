@@ -184,10 +184,10 @@ class Sharded(Placement):
             yield
 
 
-def check_never_compared(compile: str, *, regional: bool = True) -> None:
-    """Raise UserError for ways to compile layers that were never tested; ``regional``: compiled layers were."""
-    if compile not in ("none", *(("regional", "where possible") if regional else ())):
+def check_never_compared(compile: str) -> None:
+    """Raise UserError for ways to compile layers that were never tested."""
+    if compile not in ("none", "regional", "where possible"):
         raise UserError(
-            f"compile={compile} was never tested with layers divided so; choose "
-            f"compile={'regional' if regional else 'none'}, or strategy=ddp or fsdp2"
+            f"compile={compile} was never tested with layers divided so; choose compile=regional, or strategy=ddp or "
+            "fsdp2"
         )

@@ -398,29 +398,3 @@ def test_tokens_outside_the_embedding_stop_the_first_batch_with_a_sentence(tmp_p
     batch["input_ids"] = batch["input_ids"] + VOCABULARY
     with pytest.raises(UserError, match="input_ids must lie in .0, 61.*does the tokenizer have more entries"):
         fit(FusedCausalLMModule(tiny_llama()), [batch], tmp_path)
-
-
-@pytest.mark.parametrize("place", ["forward", "backward", "optimizer"])
-def test_a_step_that_runs_out_of_memory_says_what_to_change_and_where_the_last_state_is(place, tmp_path):
-    said = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB of which 1 is free."
-
-    def fails(*_: Any, **__: Any) -> Any:
-        if trainer.global_step == 2:
-            raise torch.OutOfMemoryError(said)
-
-    module, trainer = FusedCausalLMModule(tiny_llama()), checkpointed(tmp_path, max_steps=4)
-    if place == "forward":
-        module.backbone.register_forward_pre_hook(fails)
-    elif place == "backward":
-        module.backbone.get_parameter("model.embed_tokens.weight").register_hook(fails)
-    else:
-        module.on_before_optimizer_step = fails
-    words = (
-        "CUDA out of memory. Tried to allocate 2.00 GiB. Step 3, of micro-batches of 2 x 12 labels, needs more memory"
-    )
-    with pytest.raises(UserError, match=words) as raised:
-        trainer.fit(module, loader(ragged_batches(4)))
-    assert isinstance(raised.value, torch.OutOfMemoryError), "Lightning's search for a batch size knows it"
-    assert "memory=checkpoint; a smaller data.batch_size" in str(raised.value)
-    assert str(raised.value).endswith(f"The state of before is in {tmp_path / 'last.ckpt'}")
-    assert str(raised.value.__cause__) == said
