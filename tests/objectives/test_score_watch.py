@@ -185,7 +185,8 @@ def rows_of(batch: dict[str, torch.Tensor], tokens: int) -> list[dict[str, torch
 def test_rounding_of_a_few_tokens_in_bfloat16_is_no_fault():
     loss, found = PolicyLoss("ppo"), []
     for family, tokens in (("llama", 1), ("gemma2", 2), ("granite", 4), ("phi", 8)):
-        model, batch = honest(torch.bfloat16, "5")(Fault("none", "", family, 1300, honest))
+        fault = Fault("none", "", family, 1300, honest(torch.bfloat16, "5"))
+        model, batch = fault.make(fault)
         for row in rows_of(batch, tokens):
             loss.watch_anew()
             LanguageModel(model, loss)(row)
