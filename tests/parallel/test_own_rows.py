@@ -60,7 +60,8 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path):
 @pytest.mark.timeout(300)
 def test_objectives_of_token_scores_train_as_in_one_process_and_a_teacher_beside_is_refused(tmp_path):
     refused = "needs the output layer whole on each rank; choose gather_head=true"
-    cases = dict.fromkeys(("weighted", "policy_beside", "dpo_model", "kto_model", "stored"), {"fsdp2_rows": ""})
+    trained = ("weighted", "policy_beside", "dpo_model", "kto_model", "stored")
+    cases = {case: {"fsdp2_rows": ""} for case in trained}
     assert_as_in_one_process(tmp_path, cases | {"distilled": {"fsdp2_rows": refused}})
 
 
