@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.func import functional_call
 
 from .user_error import UserError
 
@@ -78,12 +79,12 @@ class VocabularyShard:
         padding = embedding.padding_idx
         if padding is not None:
             padding = padding - self.start if self.start <= padding < self.start + len(part) else None
-        own = embedding._parameters["weight"], embedding.padding_idx
-        embedding._parameters["weight"], embedding.padding_idx = part, padding
+        own, embedding.padding_idx = embedding.padding_idx, padding
         try:
-            return forward(rows.where(mine, 0)).masked_fill(~mine[..., None], 0)
+            found = functional_call(_LookUp(embedding, forward), {"embedding.weight": part}, (rows.where(mine, 0),))
         finally:
-            embedding._parameters["weight"], embedding.padding_idx = own
+            embedding.padding_idx = own
+        return found.masked_fill(~mine[..., None], 0)
 
     def refuse_own_tokens(self, what: str) -> None:
         """Raise a UserError for ``what`` works on the same tokens alone, if ranks have tokens of their own."""
@@ -99,3 +100,11 @@ class VocabularyShard:
                 f"of whose parts the largest has {self.largest}; give each rank's own first entry, and "
                 "the largest number of rows of any"
             )
+
+
+class _LookUp(nn.Module):
+    """Runs an embedding's own ``forward``, in place of which it may have another one."""
+
+    def __init__(self, embedding: nn.Module, own: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embedding, self.forward = embedding, own
