@@ -97,6 +97,7 @@ def work(rank: int, folder: Path, calls: list[Call]) -> None:
     factors = numbers_like(700, 7)
     total = sum((getattr(scores, name) * factors[name][mine]).sum() for name in NAMES)
     gradients = torch.autograd.grad(total, leaves)  # type: ignore[arg-type]
+    invariant = token_scores(hidden.float(), weight.float(), targets, shard=shard, invariant=True)
     refused = [
         or_refusal(lambda: top_items(hidden, weight, 3, shard=shard)),
         or_refusal(lambda: filtered.linear_cross_entropy(hidden, weight, targets, shard=shard)),
@@ -105,6 +106,7 @@ def work(rank: int, folder: Path, calls: list[Call]) -> None:
         "results": results,
         "scores": ({n: getattr(scores, n).detach() for n in NAMES}, gradients),
         "refused": refused,
+        "invariant": invariant,
     }
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
@@ -185,6 +187,15 @@ def test_each_rank_gets_the_token_scores_of_its_tokens(ranks):
         assert error(torch.cat([scores[name] for scores, _ in found]), getattr(expected, name).detach()) < 1e-12
     for gradients, exact in zip(zip(*(gradients for _, gradients in found), strict=True), truth, strict=True):
         assert error(torch.cat(gradients), exact) < 1e-12
+
+
+@pytest.mark.timeout(240)
+def test_invariant_scores_have_the_bits_of_one_process(ranks):
+    tensors, targets, _ = inputs(Call("bias"))
+    expected = token_scores(tensors[0].float(), tensors[1].float(), targets, invariant=True)
+    for name in ("log_prob", "lse", "entropy"):
+        found = torch.cat([getattr(rank["invariant"], name).detach() for rank in ranks])
+        assert torch.equal(found, getattr(expected, name).detach()), name
 
 
 def test_what_needs_the_same_tokens_on_all_ranks_is_refused(ranks):
