@@ -52,7 +52,7 @@ def main() -> None:
         write_lines(Path(folder, "lines.jsonl"))
         data = TokenDataModule(
             Path(folder, "lines.jsonl"),
-            TextEncoding(mask_probability=0.2, whole_words=True),
+            TextEncoding(mask_probability=0.2),
             vocab_size=400,
             packing="none",
             batch_size=32,

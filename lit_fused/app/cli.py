@@ -15,7 +15,6 @@ from omegaconf import DictConfig
 
 from lit_fused.app.commands import run
 from lit_fused.app.overrides import with_run
-from lit_fused.app.streams import keep_printing
 from lit_fused.errors import UserError
 from lit_fused.ops.user_error import printable
 
@@ -36,8 +35,6 @@ def main(conf: str = _PACKAGED) -> None:
     if sys.argv[1:2] == ["--certify"]:
         _certify(sys.argv[2:])
         return
-    if not _ANSWERED.intersection(sys.argv):
-        keep_printing()
     folder = Path(conf) if conf != _PACKAGED else Path(__file__).parents[1] / "conf"
     for word in sys.argv[1:]:
         if meant := _meant(word, folder):

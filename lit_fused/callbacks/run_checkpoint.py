@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.callbacks import Checkpoint
 
 from lit_fused.callbacks.training_progress import console_beside_bar
@@ -95,7 +94,7 @@ class ResumeHint(L.Callback):
     on_validation_end = on_train_end = on_train_batch_end
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if not trainer.is_global_zero or not trainer.global_step or isinstance(exception, torch.OutOfMemoryError):
+        if not trainer.is_global_zero or not trainer.global_step:
             return
         if trainer.ckpt_path and not self._has_run and isinstance(exception, Exception):  # no signal
             return

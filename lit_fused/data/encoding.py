@@ -12,7 +12,7 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from lit_fused.data.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
-from lit_fused.errors import UserError, check_choice, check_number, check_switches
+from lit_fused.errors import UserError, check_choice, check_number
 
 Packing = Literal["stream", "documents", "none", "pairs", "padded", "packed"]
 TooLong = Literal["cut", "skip"]
@@ -186,7 +186,6 @@ class TextEncoding(Encoding):
             of a row with n tokens k, with k drawn anew for each row, all masked, with weights n / k. None: no token.
         mask_replaced, mask_random: The shares of chosen tokens that become the mask token and a random token. The
             others stay as they are.
-        whole_words: Choose all tokens of a word or none.
     """
 
     packings = ("stream", "documents", "none")
@@ -195,17 +194,12 @@ class TextEncoding(Encoding):
     mask_probability: float | str | None = None
     mask_replaced: float = 0.8
     mask_random: float = 0.1
-    whole_words: bool = False
 
     def __post_init__(self) -> None:
-        if self.mask_probability == "diffusion":
-            if self.whole_words:
-                raise UserError("mask_probability=diffusion draws tokens, not words; choose whole_words=false")
-        elif self.mask_probability is not None:
+        if self.mask_probability not in (None, "diffusion"):
             check_number(
                 "data.mask_probability", self.mask_probability, "be between 0 and 1, or diffusion", lambda x: 0 < x < 1
             )
-        check_switches({"whole_words": bool}, {"whole_words": self.whole_words})
         for name, share in {"mask_replaced": self.mask_replaced, "mask_random": self.mask_random}.items():
             check_number(f"data.{name}", share, "be from 0 to 1", lambda x: 0 <= x <= 1)
 

@@ -1,8 +1,7 @@
 """Mask tokens of rows for masked language models: other ones in each epoch, and of validation always the same.
 
 BERT (Devlin et al. 2019, section 3.1) chooses 15 % of the tokens. Of these, 80 % become the mask token, 10 % a random
-one, and 10 % stay; each is to be predicted. Special tokens are never chosen. Transformers' whole-word masking needs
-each token's place in the text; here words are told by the tokens themselves.
+one, and 10 % stay; each is to be predicted. Special tokens are never chosen.
 
 Masked diffusion (Sahoo et al. 2024, arXiv:2406.07524) masks each token of a row with a probability t that is uniform
 from 0 to 1, and weighs the masked ones with 1 / t. Its expectation is that of k masks among the row's n tokens, with k
@@ -17,18 +16,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
 
 from lit_fused.data.encoding import TextEncoding
 from lit_fused.data.packing import Rows
-from lit_fused.data.tokenizer import vocab_size_of
 from lit_fused.data.tokens import Integers
 from lit_fused.ops.label_checks import IGNORE_INDEX
-
-_SPACES = "\u2581\u0120\u010a\u0109\u010d"  # Vocabularies write white space so.
 
 
 class MaskedRows(Rows):
@@ -46,10 +41,9 @@ class MaskedRows(Rows):
         self.contents = f"{rows.contents}, of which {chosen} to be predicted"
         self._special = torch.tensor(tokenizer.all_special_ids)
         self._mask: Any = tokenizer.mask_token_id
-        self._words = WordsOfTokens(tokenizer) if encoding.whole_words else None
         self._collator = DataCollatorForLanguageModeling(
             tokenizer,
-            mlm_probability=1.0 if self._words is not None or self.probability is None else self.probability,
+            mlm_probability=1.0 if self.probability is None else self.probability,
             mask_replace_prob=encoding.mask_replaced,
             random_replace_prob=encoding.mask_random,
         )
@@ -75,10 +69,6 @@ class MaskedRows(Rows):
         stays = torch.isin(inputs, self._special)
         if self.probability is None:
             return self._with_attention(row | self._of_diffusion(inputs, row, ~stays, generator), is_token)
-        if self._words is not None:
-            words = self._words.of(inputs.numpy())
-            chosen = generator.random(len(words)) < self.probability  # by the numbers of words, at most T
-            stays |= torch.from_numpy(~chosen[words])
         masked, labels = self._collator.torch_mask_tokens(inputs.clone()[None], stays[None])
         return self._with_attention(row | {"input_ids": masked[0], "labels": labels[0]}, is_token)
 
@@ -100,28 +90,3 @@ class MaskedRows(Rows):
         if self.share_of_tokens is not None and "position_ids" not in row:
             row["attention_mask"] = is_token.long()  # A model that sees both sides would see a block's padding, too.
         return row
-
-
-class WordsOfTokens:
-    """Tells which tokens form one word: marked WordPiece pieces, else adjacent letters, digits and non-ASCII bytes."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._goes_on, self._may_go_on = np.zeros((2, vocab_size_of(tokenizer)), np.bool_)
-        entries = tokenizer.get_vocab()
-        has_marks = sum(entry.startswith("##") for entry in entries) > len(entries) // 100
-        for entry, number in entries.items():
-            if has_marks:
-                self._goes_on[number], self._may_go_on[number] = entry.startswith("##"), True
-            else:
-                self._goes_on[number], self._may_go_on[number] = _is_of_word(entry[:1]), _is_of_word(entry[-1:])
-        special = tokenizer.all_special_ids
-        self._goes_on[special] = self._may_go_on[special] = False
-
-    def of(self, tokens: Integers) -> npt.NDArray[np.int64]:
-        """Return the number of each token's word in a row, (T,), from 0."""
-        begins = ~(self._goes_on[tokens[1:]] & self._may_go_on[tokens[:-1]])
-        return np.concatenate([[0], np.cumsum(begins)])
-
-
-def _is_of_word(character: str) -> bool:
-    return character not in _SPACES and (character.isalnum() or ord(character) > 127)

@@ -1,7 +1,6 @@
-"""Make a Hugging Face folder, or one file, of a checkpoint that lies on the disk: in one process, on the CPU.
+"""Make a Hugging Face folder of a checkpoint that lies on the disk: in one process, on the CPU.
 
     python -m lit_fused.export outputs/DATE/TIME/checkpoints/last.ckpt my_model
-    python -m lit_fused.export --consolidate outputs/DATE/TIME/checkpoints/last.ckpt last_whole.ckpt
 
 The model is built from the run's overrides, which lie beside its checkpoints, whichever strategy wrote them.
 """
@@ -53,20 +52,14 @@ def export(
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m lit_fused.export", description="Export a checkpoint.")
     parser.add_argument("checkpoint", help="a file or a folder in outputs/DATE/TIME/checkpoints")
-    parser.add_argument("output", help="the folder, or with --consolidate the file, to write")
-    parser.add_argument("--consolidate", action="store_true", help="write a folder's content as one checkpoint file")
+    parser.add_argument("output", help="the folder to write")
     parser.add_argument("--no-tokenizer", action="store_true", help="export the model alone")
     parser.add_argument("overrides", nargs="*", help="of the run's configuration, NAME=VALUE")
     parser.add_argument("--config-dir", help="the folder of your own choices that the run was started with")
     options = parser.parse_args(arguments)
     try:
-        if options.consolidate:
-            from lit_fused.parallel.checkpoint import consolidate
-
-            consolidate(options.checkpoint, options.output)
-        else:
-            more = {"overrides": options.overrides, "config_dir": options.config_dir}
-            export(options.checkpoint, options.output, tokenizer=not options.no_tokenizer, **more)
+        more = {"overrides": options.overrides, "config_dir": options.config_dir}
+        export(options.checkpoint, options.output, tokenizer=not options.no_tokenizer, **more)
     except UserError as error:
         sys.exit(str(error))
     print(f"wrote {options.output}")

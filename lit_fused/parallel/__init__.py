@@ -4,7 +4,6 @@ from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 
-from lit_fused.parallel.checkpoint import consolidate as consolidate
 from lit_fused.parallel.checkpoint import read_weights as read_weights
 from lit_fused.parallel.collectives import (
     HostCopy,

@@ -144,19 +144,6 @@ def read_rest(path: str | Path) -> dict[str, Any]:
     return torch.load(place / REST if place.is_dir() else place, map_location="cpu", mmap=True, weights_only=True)
 
 
-def consolidate(folder: str | Path, file: str | Path) -> None:
-    """Write a checkpoint folder as one file, which appears whole or not at all. Raises UserError if the file exists."""
-    folder, file = Path(folder), Path(file)
-    if file.exists():
-        raise UserError(f"{file} exists already; choose another file")
-    if folder.is_file():
-        raise UserError(f"{folder} is one file already")
-    checkpoint = read_checkpoint(folder)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(file) as partial:
-        torch.save(checkpoint, partial)
-
-
 def shapes_of(state_dict: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in state_dict.items() if isinstance(value, Tensor)}
 

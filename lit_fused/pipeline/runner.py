@@ -80,8 +80,7 @@ class Pipeline:
             with torch.autocast(self.device.type, enabled=False):  # The context's autocast is for forward alone.
                 loss.backward()
             # The schedule runs backward from another scalar with the same gradient, which is known by now. From the
-            # loss GPipe would store every micro-batch's gradient of the head until the last forward, and a zero-bubble
-            # schedule would ask for the gradients of inputs and weights one after the other.
+            # loss GPipe would store every micro-batch's gradient of the head until the last forward.
             sums = LossOutput(output.loss_sum.detach(), output.num_tokens, stats=output.stats)
             assert leaf.grad is not None
             return sums, (hidden_states * leaf.grad).sum()
@@ -175,7 +174,7 @@ class Pipeline:
     @torch.no_grad()
     def _forward(self, rows: Batch) -> None:
         """Run one micro-batch after the other through all stages. torch's schedules store what a forward alone does not
-        need, and those of V shape cannot run it.
+        need.
 
         Sends and receives are in the order of the micro-batches, and of the stages within each, so that no two ranks
         wait for each other, even if each call blocks. With one stage on each rank that is a pipeline.

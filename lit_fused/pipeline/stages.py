@@ -31,10 +31,7 @@ from lit_fused.models.language_model import LanguageModel
 
 PROBE_LENGTH = 8
 _SINGLE = ("1F1B", "GPipe")  # one stage on each rank
-_LOOP = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")  # several: 0 1 0 1
-_V = ("ZBVZeroBubble", "DualPipeV")  # two: 0 1 1 0
-SPLIT_BACKWARD = ("InterleavedZeroBubble", *_V)  # gradients of inputs first, those of weights later
-SCHEDULES = (*_SINGLE, *_LOOP, *_V)
+SCHEDULES = (*_SINGLE, "Interleaved1F1B", "LoopedBFS")  # the latter: two, 0 1 0 1
 
 
 @dataclass(frozen=True)
@@ -43,31 +40,19 @@ class Layout:
 
     schedule: str  # one of :data:`SCHEDULES`, the names of torch.distributed.pipelining
     ranks: int
-    stages_per_rank: int
 
-    @classmethod
-    def of(cls, schedule: str, ranks: int, stages_per_rank: int | None) -> "Layout":
-        """Return a layout, with the schedule's usual number of stages on each rank if ``stages_per_rank`` is None;
-        UserError if there is no such schedule, or it has another number of stages."""
-        check_choice("schedule", schedule, SCHEDULES)
-        usual = 1 if schedule in _SINGLE else 2
-        stages = usual if stages_per_rank is None else stages_per_rank
-        if stages != usual and not (schedule in _LOOP and stages > 1):
-            wanted = "two or more" if schedule in _LOOP else usual
-            raise UserError(f"schedule={schedule} has stages_per_rank={wanted}, got {stages}")
-        return cls(schedule, ranks, stages)
+    def __post_init__(self) -> None:
+        check_choice("schedule", self.schedule, SCHEDULES)
 
     @property
     def num_stages(self) -> int:
-        return self.ranks * self.stages_per_rank
+        return self.ranks * (1 if self.schedule in _SINGLE else 2)
 
     def stages_of(self, rank: int) -> list[int]:
-        if self.schedule in _V:
-            return [rank, self.num_stages - 1 - rank]
         return list(range(rank, self.num_stages, self.ranks))
 
     def rank_of(self, stage: int) -> int:
-        return next(rank for rank in range(self.ranks) if stage in self.stages_of(rank))
+        return stage % self.ranks
 
 
 class _Slot(nn.Module):

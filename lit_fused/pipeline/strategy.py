@@ -31,7 +31,7 @@ from lit_fused.parallel.placement import Placement, Run
 from lit_fused.parallel.sharded import Sharded, check_never_compared
 from lit_fused.pipeline.division import DividedModel, divide, divided_model
 from lit_fused.pipeline.runner import Pipeline
-from lit_fused.pipeline.stages import SPLIT_BACKWARD, Layout
+from lit_fused.pipeline.stages import Layout
 
 
 class PipelineStrategy(FolderCheckpoints):
@@ -42,16 +42,14 @@ class PipelineStrategy(FolderCheckpoints):
     Args:
         pipeline_parallel_size: number of devices that the layers are divided over.
         data_parallel_size: number of such pipelines, each with batches of its own.
-        schedule: a name of torch.distributed.pipelining: "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS",
-            "InterleavedZeroBubble", "ZBVZeroBubble" or "DualPipeV".
+        schedule: a name of torch.distributed.pipelining: "1F1B", "GPipe", "Interleaved1F1B" or "LoopedBFS".
         microbatches: number of parts into which a batch's rows are divided; None is two for each stage.
-        stages_per_rank: number of stages on each device in an interleaved schedule; None is two.
         fully_shard: shard each stage's parameters over the ``data_parallel_size`` pipelines (FSDP2). Otherwise the
             pipelines have copies, whose gradients are averaged.
         process_group_backend, timeout: as of Lightning's ``ModelParallelStrategy``.
 
     Raises:
-        UserError: a schedule that does not exist, or numbers that do not fit each other or the number of devices.
+        UserError: a schedule that does not exist, or numbers that do not fit the number of devices.
     """
 
     placement_class: type[Placement]
@@ -64,20 +62,14 @@ class PipelineStrategy(FolderCheckpoints):
         schedule: str = "1F1B",
         microbatches: int | None = None,
         *,
-        stages_per_rank: int | None = None,
         fully_shard: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
         devices = pipeline_parallel_size * data_parallel_size
         super().__init__(devices, 1, True, process_group_backend, timeout)
-        self.layout = Layout.of(schedule, pipeline_parallel_size, stages_per_rank)
+        self.layout = Layout(schedule, pipeline_parallel_size)
         self.microbatches = 2 * self.layout.num_stages if microbatches is None else microbatches
-        if fully_shard and schedule in SPLIT_BACKWARD:  # torch's FSDP2 loses weight gradients computed on their own
-            raise UserError(
-                f"schedule={schedule} computes the gradients of inputs and weights apart, and FSDP2 would lose the "
-                "latter; choose 1F1B, GPipe, Interleaved1F1B or LoopedBFS with fully_shard=True"
-            )
         self.fully_shard = fully_shard
         self.pipeline: Pipeline | None = None  # runs batches; exists once the model has been divided
         self._replicas = data_parallel_size
@@ -156,8 +148,7 @@ class Pipelined(Sharded):
     """A pipeline, alone or times data parallelism; its strategy is a ``PipelineStrategy``."""
 
     def check(self, model: LanguageModel, *, training: bool, compile: str) -> None:
-        # The compiler's backward is one.
-        check_never_compared(compile, regional=self.strategy.layout.schedule not in SPLIT_BACKWARD)
+        check_never_compared(compile)
         check_compile(model, compile, self.strategy.root_device)
         module = type(self.strategy.lightning_module)
         for method in ("compute_loss", "backward"):  # The schedule has run backward when Lightning's begins.

@@ -56,7 +56,6 @@ from lit_fused.training.optimizers import (
     weight_decay_groups,
     with_schedule,
 )
-from lit_fused.training.out_of_memory import MemoryExplained
 from lit_fused.training.spot_checks import SpotChecks
 from lit_fused.training.trained_model import TrainedModel
 
@@ -190,8 +189,7 @@ class FusedLMModule(TrainedModel):
         self.largest_batch = max(self.largest_batch, labels_of(batch).shape, key=lambda shape: shape.numel())
         step = None if self.average.batches else self.trainer.global_step
         self._checks.run_if_due("training", self.model, batch, self.placement, step)
-        with MemoryExplained(self):
-            output = self.placement.run(self.model, batch, self.compute_loss, 1 / LOSS_DIVISOR)
+        output = self.placement.run(self.model, batch, self.compute_loss, 1 / LOSS_DIVISOR)
         return self.average.returned(output, accumulated)
 
     def compute_loss(self, batch: Batch) -> LossOutput:
@@ -221,8 +219,7 @@ class FusedLMModule(TrainedModel):
             )
         if not self.automatic_optimization:
             self.average.forget_dropped(gradients_of(self.trainer.optimizers))
-        with MemoryExplained(self):
-            super().backward(loss, *args, **kwargs)
+        super().backward(loss, *args, **kwargs)
         if self.automatic_optimization and self._ends_step:
             self.average_gradients()
 
@@ -236,8 +233,7 @@ class FusedLMModule(TrainedModel):
             self.average_gradients()  # unless backward has: the last micro-batch may have had none
             return loss
 
-        with MemoryExplained(self):
-            super().optimizer_step(epoch, batch_idx, optimizer, closure)
+        super().optimizer_step(epoch, batch_idx, optimizer, closure)
 
     def average_gradients(self) -> None:
         """Turn the gradients of all backward passes since the last optimiser step, in place, into those of the mean

@@ -1,14 +1,12 @@
-"""Show that a run outlives the readers of its output, and that a terminal obeys nothing of a stranger's file."""
+"""Show that a terminal obeys nothing of a stranger's file."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chat_templates import make_tokenizer
-from commands import SYNTHETIC, TINY_MODEL, command, environment, train
+from commands import TINY_MODEL, train
 from data_modules import chat_data, ready
 from sweep_runs import write_run
 
@@ -20,44 +18,6 @@ from lit_fused.data.interactions import read_interactions
 from lit_fused.ops.user_error import printable
 
 ESCAPE = "\x1b]52;c;cm0gLXJm\x07\x1b[2J\u202e"
-JOB = [*SYNTHETIC, *TINY_MODEL, "trainer.max_steps=3", "~callbacks.sample_text", "~callbacks.export"]
-PRINTS = """
-import sys
-from lit_fused.app.streams import keep_printing
-keep_printing()
-for number in range(3):
-    print("é ━ 日本", "x" * 100_000, flush=True)
-    print("é", file=sys.stderr)
-open(sys.argv[1], "w").write("ended")
-"""
-
-
-def shell(line: str, folder: Path, **variables: str) -> str:
-    """Run a line of bash that fails if any of its commands does; return what it printed."""
-    arguments = ["bash", "-o", "pipefail", "-c", line]
-    done = subprocess.run(arguments, cwd=folder, env=environment(folder) | variables, capture_output=True, timeout=200)
-    assert done.returncode == 0, done.stderr.decode()
-    return (done.stdout + done.stderr).decode(errors="replace")
-
-
-@pytest.mark.parametrize("where", ["| head -c 1", ">&-", "2>&-", "> /dev/full 2>&1", "2>&1 | head -c 1"])
-def test_an_output_that_is_closed_or_full_does_not_end_the_program(where, tmp_path):
-    (tmp_path / "prints.py").write_text(PRINTS)
-    shell(f"{sys.executable} prints.py ended {where}", tmp_path)
-    assert (tmp_path / "ended").exists()
-
-
-def test_characters_that_an_output_lacks_are_written_as_escapes(tmp_path):
-    (tmp_path / "prints.py").write_text(PRINTS)
-    said = shell(f"{sys.executable} prints.py ended", tmp_path, PYTHONIOENCODING="ascii")
-    assert said.startswith(r"\xe9 \u2501 \u65e5\u672c x")
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_when_its_reader_has_left(tmp_path):
-    words = " ".join(f"'{word}'" for word in command(*JOB, "hydra.run.dir=out"))
-    shell(f"{words} | head -n 1", tmp_path)
-    assert json.loads((tmp_path / "out" / "summary.json").read_text())["steps"] == 3
 
 
 def test_an_error_and_a_report_of_data_show_a_strangers_names_as_escapes(tmp_path):

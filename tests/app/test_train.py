@@ -4,24 +4,18 @@ import json
 import math
 import os
 import re
-import shlex
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
 import torch
 from commands import (
     ROOT,
     SYNTHETIC,
-    TIMEOUT_S,
     TINY_MODEL,
     Finished,
-    environment,
     text_folder,
     train,
     train_anew,
@@ -115,36 +109,6 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_sentence(run):
     assert finished.status == 1
     assert "the checkpoint is of another model" in finished.plain
     assert "Traceback" not in finished.output
-
-
-@pytest.mark.slow
-def test_ctrl_c_keeps_the_last_checkpoint_whole_and_says_how_to_resume(tmp_path):
-    overrides = [*SYNTHETIC, *TINY_MODEL, "data.num_train_batches=5000", "callbacks.checkpoint.every_n_train_steps=10"]
-    log = tmp_path / "log.txt"
-    words = [*overrides, "trainer.max_steps=5000", "hydra.run.dir=out"]
-    process = forked.start(ROOT / "train.py", words, cwd=tmp_path, env=environment(tmp_path), output=log)
-    try:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not (tmp_path / "out" / "checkpoints" / "last.ckpt").exists():
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        os.kill(process.pid, signal.SIGINT)
-        assert forked.run_together([process], timeout=60) == [130]
-    finally:
-        process.stop()
-    output = log.read_text()
-    assert "Traceback" not in output
-    checkpoint = torch.load(tmp_path / "out" / "checkpoints" / "last.ckpt", weights_only=True)
-    stopped_at = checkpoint["global_step"]
-    assert (tmp_path / "out" / "error.txt").read_text().startswith(f"stopped by SIGINT at step {stopped_at}; resume")
-    assert stopped_at >= 10
-    match = re.search(rf"Resume with:\s+\S*python {os.path.relpath(ROOT, tmp_path)}/train.py (.*ckpt_path=\S+)", output)
-    assert match, output
-    resume = [part for part in shlex.split(match[1]) if not part.startswith("trainer.max_steps")]
-    finished = train(tmp_path, *resume, f"trainer.max_steps={stopped_at + 5}", "hydra.run.dir=resumed")
-    assert finished.status == 0, finished.output
-    assert json.loads((tmp_path / "resumed" / "summary.json").read_text())["steps"] == stopped_at + 5
 
 
 def reversed_words(folder: Path) -> str:

@@ -10,7 +10,7 @@ from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 from safetensors.torch import save_file
 
 from lit_fused import FusedCausalLMModule
-from lit_fused.parallel.checkpoint import consolidate, read_rest, read_weights
+from lit_fused.parallel.checkpoint import read_checkpoint, read_rest, read_weights
 
 
 class Payload:
@@ -35,7 +35,7 @@ def loaded(path: Path) -> None:
 READERS = {
     "read_weights": read_weights,
     "read_rest": read_rest,
-    "consolidate": lambda path: consolidate(path, path.with_name("whole.ckpt")),
+    "read_checkpoint": read_checkpoint,
     "load_from_checkpoint": loaded,
     "resume": resumed,
 }
@@ -50,7 +50,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "last.ckpt"
 
 
-@pytest.mark.parametrize("reader", [name for name in READERS if name != "consolidate"])
+@pytest.mark.parametrize("reader", [name for name in READERS if name != "read_checkpoint"])
 def test_a_file_runs_no_code(reader, saved, tmp_path):
     content = torch.load(saved) | {"payload": Payload(tmp_path / "ran")}
     torch.save(content, tmp_path / "bad.ckpt")

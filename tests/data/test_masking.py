@@ -28,7 +28,6 @@ from transformers import (
 
 from lit_fused import FusedCausalLMModule, FusedMaskedLMModule, UserError
 from lit_fused.data.loader import BatchLoader
-from lit_fused.data.masked_rows import WordsOfTokens
 
 WORDS = ["walking", "walked", "under", "understanding", "über", "don't", "(one)", "42"]
 TEXT = "".join(f"{a} {b}, {c}.\n" for a, b, c in itertools.permutations(WORDS, 3))
@@ -155,43 +154,6 @@ def test_labels_are_the_tokens_that_were_there_and_padding_is_neither_seen_nor_p
         assert (rows[len(rows) - 1]["attention_mask"] == 0).any()  # the last block is padded
 
 
-def spans(tokens: list[str], words: list[int]) -> list[str]:
-    """The tokens of each word together."""
-    pairs = itertools.groupby(zip(words, tokens, strict=True), lambda pair: pair[0])
-    return ["".join(token for _, token in group) for _, group in pairs]
-
-
-def test_the_words_of_a_wordpiece_and_of_a_byte_level_tokenizer_are_those_that_people_see(tmp_path):
-    wordpiece = AutoTokenizer.from_pretrained(bert_tokenizer(tmp_path))
-    ids = wordpiece("walking under understanding (one), 42")["input_ids"]
-    found = spans(wordpiece.convert_ids_to_tokens(ids), WordsOfTokens(wordpiece).of(torch.tensor(ids).numpy()).tolist())
-    assert found == ["[CLS]", "walk##ing", "under", "under##stand##ing", "(", "one", ")", ",", "4##2", "[SEP]"]
-    data = masked_data(tmp_path, vocab_size=259)  # every byte is a token
-    ids = data.tokenizer(" walking über (one),\n42")["input_ids"]
-    words = WordsOfTokens(data.tokenizer).of(torch.tensor(ids).numpy()).tolist()
-    found = spans([data.tokenizer.convert_ids_to_tokens(token) for token in ids], words)
-    assert found == ["\u0120", "walking", "\u0120", "Ã¼ber", "\u0120", "(", "one", ")", ",", "\u010a", "42"]
-
-
-@pytest.mark.parametrize("tokenizer", ["trained", "wordpiece"])
-def test_whole_words_are_chosen_or_none_of_their_tokens(tokenizer, tmp_path):
-    options = {"tokenizer": bert_tokenizer(tmp_path)} if tokenizer == "wordpiece" else {}
-    data = masked_data(tmp_path, whole_words=True, **options)
-    loader = data.train_dataloader()
-    rows, share = loader.dataset, []
-    for _ in range(20):
-        for batch in loader:
-            for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
-                chosen = labels != -100
-                words = torch.from_numpy(rows._words.of(labels.where(chosen, ids).numpy()))
-                original = labels.where(chosen, ids)
-                untouched = torch.isin(original, torch.tensor(data.tokenizer.all_special_ids))
-                for word in words[chosen].unique():
-                    assert chosen[(words == word) & ~untouched].all()
-                share.append(chosen[~untouched].double().mean())
-    assert abs(torch.stack(share).mean().item() - 0.15) < 0.02
-
-
 def test_a_tokenizer_without_an_end_of_text_token_frames_documents_as_it_frames_texts(tmp_path):
     data = masked_data(tmp_path, tokenizer=bert_tokenizer(tmp_path), packing="none", block_size=2**14)
     tokens = data.prepared.train.read(0, int(data.prepared.train.ends[0]))[0]
@@ -204,7 +166,7 @@ def test_a_run_that_is_resumed_within_an_epoch_ends_with_the_weights_of_one_that
         saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=5, save_top_k=-1)
         trainer = quiet_trainer(tmp_path, max_steps=steps, enable_checkpointing=True, callbacks=[saver])
         module = FusedMaskedLMModule(tiny_model("masked_eurobert", vocab_size=290), scheduler=get_constant_schedule)
-        data = masked_data(tmp_path, whole_words=True, num_workers=0 if resume is None else 1)
+        data = masked_data(tmp_path, num_workers=0 if resume is None else 1)
         trainer.fit(module, datamodule=data, ckpt_path=resume)
         assert trainer.current_epoch > 0
         return module.state_dict()
@@ -219,7 +181,7 @@ def test_a_run_that_is_resumed_within_an_epoch_ends_with_the_weights_of_one_that
 def test_the_command_trains_resumes_validates_and_exports_a_model_that_fills_in_masks(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     small = ("data.block_size=32", "data.vocab_size=300", "optimizer.lr=4e-3", "trainer.accelerator=cpu")
-    masked = ("module=masked_lm", "data=text", "data.path=text.txt", "data.whole_words=true", *small, *TINY_MODEL)
+    masked = ("module=masked_lm", "data=text", "data.path=text.txt", *small, *TINY_MODEL)
     finished = train(tmp_path, *masked, "trainer.max_steps=20", "hydra.run.dir=out")
     assert finished.status == 0, finished.output
     assert "15% are to be predicted" in finished.plain

@@ -1,6 +1,5 @@
 """``python -m lit_fused.export`` on the checkpoints of a real run: folders of two ranks, and files."""
 
-import json
 import re
 import shutil
 import signal
@@ -13,6 +12,7 @@ from commands import TINY_MODEL, export, run_forked, text_folder, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_fused.export.__main__ import main
+from lit_fused.parallel.checkpoint import read_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -87,32 +87,18 @@ def test_an_export_that_is_stopped_leaves_no_folder_under_its_name(number, run, 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_folder_consolidates_to_one_file_that_exports_and_resumes(run, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(run.parent / "cache"))
-    file = run / "checkpoints" / "whole.ckpt"
-    main(["--consolidate", str(run / "checkpoints" / "last.ckpt"), str(file)])
-    main([str(file), str(tmp_path / "model")])
-    assert_same_folder(tmp_path / "model", run / "exported")
-    main([str(file), str(tmp_path / "bare"), "--no-tokenizer"])
-    assert not list((tmp_path / "bare").glob("tokenizer*"))
-
-    halves = torch.load(file)
+def test_weights_of_a_file_keep_their_dtype_and_the_tokenizer_may_be_left_out(run, tmp_path):
+    halves = read_checkpoint(run / "checkpoints" / "last.ckpt")
     halves["state_dict"] = {name: weight.bfloat16() for name, weight in halves["state_dict"].items()}
     torch.save(halves, run / "checkpoints" / "halves.ckpt")
     main([str(run / "checkpoints" / "halves.ckpt"), str(tmp_path / "halves"), "--no-tokenizer"])
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "halves").dtype == torch.bfloat16
-
-    overrides = json.loads((run / "run.json").read_text())["overrides"]
-    single = ["strategy=auto", "trainer.devices=1", "trainer.accumulate_grad_batches=2", "trainer.max_steps=6"]
-    finished = train(run.parent, *overrides, *single, f"ckpt_path={file}", "hydra.run.dir=resumed")
-    assert finished.status == 0, finished.output
-    assert json.loads((run.parent / "resumed" / "summary.json").read_text())["steps"] == 6
+    assert not list((tmp_path / "halves").glob("tokenizer*"))
 
 
 def test_what_is_no_checkpoint_or_exists_is_refused_and_nothing_is_left(run, tmp_path):
     last = run / "checkpoints" / "last.ckpt"
     (tmp_path / "text.ckpt").write_text("no checkpoint")
-    torch.save({"weights": 1}, tmp_path / "other.ckpt")
     shutil.copytree(last, tmp_path / "half.ckpt", ignore=shutil.ignore_patterns("meta.pt"))
     shutil.copytree(last, tmp_path / "lost.ckpt")
     other = tmp_path / "other_run"
@@ -124,8 +110,6 @@ def test_what_is_no_checkpoint_or_exists_is_refused_and_nothing_is_left(run, tmp
         ([tmp_path / "lost.ckpt", "x"], r"no folder above .*lost.ckpt is that of a run"),
         ([other / "last.ckpt", "x"], "the checkpoint is of another model: .* there, .* here"),
         ([last, run], "exists already; choose another folder"),
-        (["--consolidate", last, tmp_path / "text.ckpt"], "exists already; choose another file"),
-        (["--consolidate", tmp_path / "other.ckpt", "y"], "is one file already"),
     ):
         output = [tmp_path / arguments[-1] if isinstance(arguments[-1], str) else arguments[-1]]
         before = sorted(tmp_path.iterdir())

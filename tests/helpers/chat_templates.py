@@ -52,18 +52,6 @@ MISTRAL = (
     "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token}}"
     "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
 )
-# The system's message stands before the last of the user's: earlier answers follow another prompt than they do at last.
-MISTRAL_SYSTEM = (
-    "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}"
-    "{% set loop_messages = messages[1:] %}{% else %}{% set loop_messages = messages %}{% endif %}"
-    "{% set last_user = (loop_messages | selectattr('role', 'equalto', 'user') | list | length) %}"
-    "{% set ns = namespace(user=0) %}{{ bos_token }}{% for message in loop_messages %}"
-    "{% if message['role'] == 'user' %}{% set ns.user = ns.user + 1 %}"
-    "{% if ns.user == last_user and system is defined %}"
-    "{{ '[INST] ' + system + '\n\n' + message['content'] + '[/INST]' }}"
-    "{% else %}{{ '[INST] ' + message['content'] + '[/INST]' }}{% endif %}"
-    "{% else %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}"
-)
 # Thoughts are kept behind the last question only, and a last answer without any is given empty ones.
 QWEN3 = (
     "{% set ns = namespace(last_query=0) %}{% for message in messages %}"

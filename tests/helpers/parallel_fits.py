@@ -57,7 +57,7 @@ MATRIX += [
 ]
 
 
-COMPILED = [  # under InterleavedZeroBubble torch's compiler fails
+COMPILED = [
     Case(strategy, "llama", compile="regional")
     for strategy in ("ddp", "fsdp2", "context", "pp", "pp_interleaved", "pp_fsdp2")
 ]

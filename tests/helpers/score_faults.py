@@ -222,7 +222,7 @@ def masked(kind: str) -> Callable[[Fault], Any]:
 
 
 @torch.no_grad()
-def _in_bfloat16(model: Any, ids: Tensor, part: str) -> Tensor:
+def in_bfloat16(model: Any, ids: Tensor, part: str) -> Tensor:
     if part == "layers":  # all but the output layer
         other = copy.deepcopy(model)
         layer = other.get_output_embeddings()
@@ -254,7 +254,7 @@ def rounded(part: str) -> Callable[[Fault], Any]:
     def make(fault: Fault) -> Any:
         model = learned(fault.family)
         ids = completed(model, fault.seed)
-        return model, batch_of(ids, _of_completion(scored(_in_bfloat16(model, ids, part), ids)))
+        return model, batch_of(ids, _of_completion(scored(in_bfloat16(model, ids, part), ids)))
 
     return make
 

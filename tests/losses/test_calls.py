@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import VOCABULARY, WIDTH, tiny_batch, tiny_llama
-from torch import Tensor, nn
+from tiny_models import tiny_batch, tiny_llama
+from torch import Tensor
 
-from lit_fused import LinearCrossEntropyLoss, UserError
+from lit_fused import LinearCrossEntropyLoss
 
 Loss: Any = LinearCrossEntropyLoss  # as a caller sees it whose mistakes no type checker finds
 BATCH = tiny_batch()
@@ -81,25 +81,3 @@ def test_weights_of_tokens_and_a_count_of_ones_own(model, hidden, losses):
     each = F.cross_entropy(layer(reference)[:, :-1].transpose(1, 2), LABELS[:, 1:], reduction="none")
     ((each * weights).sum() / weights[valid].sum()).backward()
     torch.testing.assert_close(leaf.grad, reference.grad)
-
-
-LAYER = nn.Linear(WIDTH, VOCABULARY)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Loss(chunk_size=0), "chunk_size must be a positive number of rows, got 0"),
-        (lambda: Loss(chunk_size=64, logits_budget_mib=8), "chunk_size=64 and logits_budget_mib=8 both"),
-        (lambda: Loss(output_embeddings=LAYER)(torch.zeros(2, 3, WIDTH)), "a batch needs 'labels'"),
-        (
-            lambda: Loss(output_embeddings=LAYER)(
-                torch.zeros(2, WIDTH), torch.zeros(2).long(), token_weights=torch.ones(3)
-            ),
-            r"token_weights of shape \(3,\) do not fit",
-        ),
-    ],
-)
-def test_a_call_that_cannot_be_meant_is_answered_with_a_sentence(make, message):
-    with pytest.raises(UserError, match=message):
-        make()

@@ -11,10 +11,7 @@ from parallel_fits import fit, judge, launch, resume
 
 STRATEGIES = [
     *(Case(strategy, "llama_tied", reduced=True) for strategy in ("single", "ddp", "fsdp2", "fsdp2_kept", "tp", "pp")),
-    *(
-        Case(strategy, "qwen3", reduced=True)
-        for strategy in ("fsdp2_tp", "context", "pp_fsdp2", "pp_interleaved", "pp_zbv")
-    ),
+    *(Case(strategy, "qwen3", reduced=True) for strategy in ("fsdp2_tp", "context", "pp_fsdp2", "pp_interleaved")),
     *(Case(strategy, "gemma2", precision="bf16-mixed", reduced=True) for strategy in ("ddp", "fsdp2")),
 ]
 COMPILED = [Case(strategy, "llama", compile="regional", reduced=True) for strategy in ("ddp", "fsdp2", "pp")]

@@ -88,7 +88,6 @@ def test_adapters_are_compiled_with_their_layers_and_merged_into_an_export(tmp_p
         (SingleDeviceStrategy(), True, "cuda", None, "where possible"),
         (DDPStrategy(), True, "cuda", None, "where possible"),
         (PipelineStrategy(2), True, "cuda", None, "where possible"),
-        (PipelineStrategy(2, schedule="ZBVZeroBubble"), True, "cuda", None, "none"),
         (SingleDeviceStrategy(), False, "cuda", None, "none"),
         (SingleDeviceStrategy(), True, "cpu", None, "none"),
         (SingleDeviceStrategy(), True, "cuda", "a C compiler", "none"),
@@ -139,7 +138,6 @@ def test_what_cannot_be_compiled_is_refused_by_name(monkeypatch):
             PipelineStrategy(2),
             "compile=whole was never tested with .* choose compile=regional",
         ),
-        ("regional", PipelineStrategy(2, 1, "ZBVZeroBubble", 4), "compile=regional was never .* choose compile=none"),
     ):
         with pytest.raises(UserError, match=message):
             placement_of(chosen).check(model, training=True, compile=how)

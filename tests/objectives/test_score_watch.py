@@ -1,5 +1,6 @@
 """Scores of a sampler that are watched: a hundred faults of tiny models that have learned, each named in one step."""
 
+import copy
 import math
 import warnings
 from itertools import pairwise
@@ -16,6 +17,7 @@ from score_faults import (
     completed,
     float32_head,
     honest,
+    in_bfloat16,
     learned,
     logits_of,
     masked,
@@ -170,6 +172,65 @@ def test_scores_alone_tell_a_mask_a_shift_and_other_ids_and_name_no_more():
     assert cause(wrong_ids) == "tokenizer"
     assert cause(ours.where(mask.roll(2, 1), 0)) == "mask"
     assert cause(ours * 0.9) == "unknown"
+
+
+def rows_of(batch: dict[str, torch.Tensor], tokens: int) -> list[dict[str, torch.Tensor]]:
+    """Return each row of a batch of rollouts as a batch, with its first tokens alone."""
+    labels = batch["labels"].clone()
+    labels[:, PROMPT + tokens :] = -100
+    batch = batch | {"labels": labels}
+    return [{name: values[row : row + 1] for name, values in batch.items()} for row in range(len(labels))]
+
+
+def test_rounding_of_a_few_tokens_in_bfloat16_is_no_fault():
+    loss, found = PolicyLoss("ppo"), []
+    for family, tokens in (("llama", 1), ("gemma2", 2), ("granite", 4), ("phi", 8)):
+        fault = Fault("none", "", family, 1300, honest(torch.bfloat16, "5"))
+        model, batch = fault.make(fault)
+        for row in rows_of(batch, tokens):
+            loss.watch_anew()
+            LanguageModel(model, loss)(row)
+            found.append(str(loss.report))
+    assert all("within rounding" in report for report in found), [each for each in found if "within" not in each]
+
+
+def test_a_bias_that_is_added_before_the_head_rounds_is_part_of_the_head():
+    model = copy.deepcopy(learned("phi"))
+    generator = torch.Generator().manual_seed(0)
+    model.lm_head.bias.data = torch.randn(model.lm_head.bias.shape, generator=generator)
+    ids = completed(model, 1400)
+    samplers = scored(in_bfloat16(model, ids, "head"), ids)
+    report = report_of(Fault("", "", "phi", 1400, lambda _: (model, batch_of(ids, samplers))))
+    assert report.cause == "precision of the head", report
+
+
+def test_a_head_in_float32_is_not_taken_for_one_in_float16_which_is_as_near_to_rounded_scores():
+    found = []
+    for seed, family in enumerate(("llama", "granite", "phi", "cohere", "mistral", "olmo2")):
+        fault = Fault("", "", family, 1600 + seed, honest(torch.float32, "5"))
+        model, batch = fault.make(fault)
+        for row in rows_of(batch, 18)[:6]:
+            loss = PolicyLoss("ppo")
+            loss.watch_anew()
+            with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                LanguageModel(model, loss)(row)
+            assert loss.report is not None
+            found.append(loss.report)
+    of_heads = [report.words for report in found if report.cause == "precision of the head"]
+    assert len(of_heads) > 10
+    assert all("float32" in words for words in of_heads), of_heads
+
+
+def test_other_weights_are_said_to_move_similar_tokens_alike_only_where_they_do():
+    """A tokenizer some of whose ids are others moves few tokens, far."""
+    model = learned("llama")
+    ids = completed(model, 1500)
+    theirs = ids.where(ids % 16 != 5, ids + 1)
+    samplers = scored(logits_of(model, theirs), theirs)
+    report = report_of(Fault("", "", "llama", 1500, lambda _: (model, batch_of(ids, samplers))))
+    assert report.cause == "weights"
+    assert ("alike" in report.words) == (report.explained >= 0.15), report
 
 
 class Sampled(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_helpers import VOCABULARY, loader, quiet_trainer, ragged_batches, tiny_llama
 from tiny_models import tiny_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM, get_constant_schedule
+from transformers import MambaConfig, MambaForCausalLM, get_constant_schedule
 
 from lit_fused import (
     CrossEntropyLoss,
@@ -335,19 +335,6 @@ def test_predict_scores_each_sequence_whatever_the_loss(loss: Loss, tmp_path):
     assert scores["num_tokens"].tolist() == (targets != -100).sum(-1).tolist()
 
 
-def test_generation_after_training_is_that_of_the_exported_model(tmp_path):
-    module = FusedCausalLMModule(tiny_llama())
-    quiet_trainer(tmp_path, max_steps=3).fit(module, loader(ragged_batches(3)))
-    module.save_pretrained(tmp_path / "exported")
-    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").eval()
-    prompt = torch.tensor([[5, 6, 7]])
-    ours = module.generate(prompt, max_new_tokens=5, do_sample=False)
-    theirs = loaded.generate(prompt, max_new_tokens=5, do_sample=False)
-    assert torch.equal(ours, theirs)
-    assert module.training
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["exported"]
-
-
 class Plain(nn.Module):
     """A backbone that is no transformers model."""
 
@@ -398,29 +385,3 @@ def test_tokens_outside_the_embedding_stop_the_first_batch_with_a_sentence(tmp_p
     batch["input_ids"] = batch["input_ids"] + VOCABULARY
     with pytest.raises(UserError, match="input_ids must lie in .0, 61.*does the tokenizer have more entries"):
         fit(FusedCausalLMModule(tiny_llama()), [batch], tmp_path)
-
-
-@pytest.mark.parametrize("place", ["forward", "backward", "optimizer"])
-def test_a_step_that_runs_out_of_memory_says_what_to_change_and_where_the_last_state_is(place, tmp_path):
-    said = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB of which 1 is free."
-
-    def fails(*_: Any, **__: Any) -> Any:
-        if trainer.global_step == 2:
-            raise torch.OutOfMemoryError(said)
-
-    module, trainer = FusedCausalLMModule(tiny_llama()), checkpointed(tmp_path, max_steps=4)
-    if place == "forward":
-        module.backbone.register_forward_pre_hook(fails)
-    elif place == "backward":
-        module.backbone.get_parameter("model.embed_tokens.weight").register_hook(fails)
-    else:
-        module.on_before_optimizer_step = fails
-    words = (
-        "CUDA out of memory. Tried to allocate 2.00 GiB. Step 3, of micro-batches of 2 x 12 labels, needs more memory"
-    )
-    with pytest.raises(UserError, match=words) as raised:
-        trainer.fit(module, loader(ragged_batches(4)))
-    assert isinstance(raised.value, torch.OutOfMemoryError), "Lightning's search for a batch size knows it"
-    assert "memory=checkpoint; a smaller data.batch_size" in str(raised.value)
-    assert str(raised.value).endswith(f"The state of before is in {tmp_path / 'last.ckpt'}")
-    assert str(raised.value.__cause__) == said

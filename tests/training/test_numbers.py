@@ -72,7 +72,6 @@ SWITCHES = {
     "fsdp2": (FSDP2Strategy, "reduce_every_micro_batch reshard_after_forward mixed_precision_policy"),
     "pipeline": (partial(PipelineStrategy, 2), "fully_shard"),
     "random": (partial(from_config, CONFIG), "at_once"),
-    "masks": (TextEncoding, "whole_words"),
     "interactions": (partial(InteractionDataModule, "table.csv"), "exclude_seen"),
 }
 

@@ -15,7 +15,6 @@ from lit_fused import (
     LinearCrossEntropyLoss,
     ModelInternalLoss,
     UserError,
-    fuse,
 )
 
 LOSSES = [LinearCrossEntropyLoss, CrossEntropyLoss, ModelInternalLoss]
@@ -76,8 +75,3 @@ def test_a_batch_that_is_a_list_is_told_what_it_should_be() -> None:
 def test_the_loss_by_itself_refuses_labels_that_are_no_tensor_of_positions(labels: Any) -> None:
     with pytest.raises(UserError, match="labels must be a tensor with one integer per position, got a"):
         LinearCrossEntropyLoss(output_embeddings=nn.Linear(16, 61))(torch.zeros(2, 12, 16), labels)
-
-
-def test_copies_of_a_fused_model_in_one_process_are_refused() -> None:
-    with pytest.raises(UserError, match=r"nn.DataParallel runs copies of a model"):
-        fuse(tiny_llama())._replicate_for_data_parallel()
