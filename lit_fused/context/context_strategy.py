@@ -37,7 +37,8 @@ class ContextStrategy(FSDP2Strategy):
             is as many as there are.
         data_parallel_size: number of such groups, which train on different data; None is as many as the devices make.
         process_group_backend, timeout: as Lightning's.
-        reduce_every_micro_batch, reshard_after_forward, mixed_precision_policy: as :class:`FSDP2Strategy`'s.
+        reduce_every_micro_batch, reshard_after_forward, mixed_precision_policy, gather_head: as
+            :class:`FSDP2Strategy`'s.
 
     Raises:
         UserError: in the trainer, if its devices cannot be grouped so.
@@ -57,6 +58,7 @@ class ContextStrategy(FSDP2Strategy):
         reduce_every_micro_batch: bool = True,
         reshard_after_forward: bool | None = None,
         mixed_precision_policy: bool = False,
+        gather_head: bool = True,
     ) -> None:
         super().__init__(
             data_parallel_size,
@@ -66,6 +68,7 @@ class ContextStrategy(FSDP2Strategy):
             reduce_every_micro_batch=reduce_every_micro_batch,
             reshard_after_forward=reshard_after_forward,
             mixed_precision_policy=mixed_precision_policy,
+            gather_head=gather_head,
         )
         self.sizes = data_parallel_size, context_parallel_size
         self.shards: DeviceMesh | None = None

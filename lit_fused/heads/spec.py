@@ -17,6 +17,27 @@ from lit_fused.heads.adapters import is_lora, lora_operands, trains_tokens, weig
 from lit_fused.ops.frozen_columns import frozen_columns, whole_weight, with_frozen_columns
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
+_OWN_ROWS = "_has_own_rows"
+
+
+def keep_own_rows(layer: nn.Module) -> None:
+    """Say of a layer, whose weight is a DTensor divided by rows, that each rank has tokens of its own: the gradient is
+    the mean over the ranks of the gradients of their losses, as FSDP2 makes it."""
+    setattr(layer, _OWN_ROWS, True)
+
+
+def has_own_rows(layer: nn.Module) -> bool:
+    return getattr(layer, _OWN_ROWS, False)
+
+
+def local_rows(tensor: DTensor, *, averaged: bool) -> Tensor:
+    """Return this rank's rows of a tensor, whose gradient is divided by the number of ranks if it is ``averaged``."""
+    own = tensor.to_local()
+    if averaged and own.requires_grad:
+        ranks = tensor.device_mesh.size()
+        own.register_hook(lambda gradient: gradient / ranks)
+    return own
+
 
 @dataclass(frozen=True)
 class OutputHead:
@@ -60,12 +81,11 @@ class OutputHead:
 
     @property
     def shard(self) -> VocabularyShard | None:
-        """Return this rank's part of a vocabulary that ranks divide, or None: by the weight's own distribution, or by
-        what the layer says, which has no more than its rank's rows then."""
+        """Return this rank's part of a vocabulary that ranks divide, or None, by the weight's own distribution."""
         weight = self._layer_weight
         if not isinstance(weight, DTensor):
-            return getattr(self.layer, "vocabulary_shard", None)
-        whole = VocabularyShard.of(weight)
+            return None
+        whole = VocabularyShard.of(weight, tokens_differ=has_own_rows(self.layer))
         return whole if self.n_out is None else whole.first(self.n_out)
 
     @property
@@ -75,8 +95,7 @@ class OutputHead:
     @property
     def width(self) -> int:
         """Return V, the number of the layer's outputs, also where ranks divide them."""
-        shard = getattr(self.layer, "vocabulary_shard", None)
-        return self._layer_weight.shape[0] if shard is None else shard.vocabulary
+        return self._layer_weight.shape[0]
 
     @property
     def vocabulary(self) -> int:
@@ -122,8 +141,10 @@ class OutputHead:
 
     def _own_rows(self, of_layer: Tensor) -> Tensor:
         """Return this rank's rows of the layer's weight or bias, without those beyond ``n_out``."""
-        start = VocabularyShard.of(of_layer).start if isinstance(of_layer, DTensor) else 0
-        own = of_layer.to_local() if isinstance(of_layer, DTensor) else of_layer
+        shard, own = self.shard, of_layer
+        start = 0 if shard is None else shard.start
+        if isinstance(of_layer, DTensor):
+            own = local_rows(of_layer, averaged=has_own_rows(self.layer))
         return own if self.n_out is None else own[: max(self.n_out - start, 0)]
 
     @cached_property

@@ -28,7 +28,7 @@ from lit_fused.errors import UserError
 from lit_fused.heads.capture import graph_leaves
 from lit_fused.heads.model_state import NOT_THERE, same_numbers, without_trace
 from lit_fused.heads.slices import leaf_before
-from lit_fused.heads.spec import OutputHead
+from lit_fused.heads.spec import OutputHead, has_own_rows
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
 _LOSS, _GRADIENT = 1e-4, 2e-3  # relative: what an exact loss or gradient may differ by in any precision
@@ -341,8 +341,8 @@ def _measured(head: OutputHead, fused: FusedPass, leaf: Tensor, targets: Tensor)
     formula = _formula(head, operands, leaf, targets) if head.shard is None and has_targets else None
     weights: list[nn.Parameter] = []
     gradients: list[Tensor] | None = None
-    # FSDP2 has freed the weight of a layer that is a unit of its own.
-    if torch.is_grad_enabled() and not isinstance(head.layer, FSDPModule) and has_targets:
+    # FSDP2 has freed a layer that is a unit of its own; with rows of it, a rank without targets would be waited for.
+    if torch.is_grad_enabled() and has_targets and not (isinstance(head.layer, FSDPModule) or has_own_rows(head.layer)):
         is_exact = loss_sum.requires_grad and leaf.requires_grad
         weights = [p for p in head.layer.parameters() if p.requires_grad and is_exact]
         gradients = _gradients(loss_sum, [leaf, *weights]) if is_exact else []

@@ -19,6 +19,7 @@ from lit_fused.ops.vocabulary_parallel import VocabularyShard
 Batch = Mapping[str, Any]
 SHIFTED_OR_COUNTED = ("shift_labels", "num_items_in_batch")  # of a batch, beside "labels": for the loss alone
 WEIGHTS = "token_weights"
+PREVIOUS = "previous_hidden_states"  # (B, T, D) of a drafter's target, at the token before
 
 
 class Head(Protocol):

@@ -29,6 +29,7 @@ _PREDICTED = 0.15  # so too for other weights, predicted from other tokens: roun
 _ALIKE = {torch.bfloat16: 4.0, torch.float16: 4.0}
 _ALIKE_FLOAT32 = 64.0  # The order of sums matters more than the last rounding.
 _FEW = 16  # tokens: of eight, rounding in bfloat16 was taken for another precision of the head in 2 of 100 batches
+_AS_NEAR = 0.05  # less explained: float32 and float16 are as near to scores that were rounded to bfloat16
 _ENTRIES = 1 << 14  # of the vocabulary, whose weights are converted at once
 _OF_BODY = 32.0  # of bfloat16, through all layers: two have 1 to 3, four 5
 _OF_ROUNDING = 0.02  # nats per token, half of the mean square: the most that rounding makes
@@ -187,6 +188,7 @@ def _candidates(
         found.append(Finding(SHIFT, f"they are of the position {where}", _share(scores, sample, unit, exists)))
         scores = layer.scores(logits, side[:, 1].long().clamp(min=0))
         found.append(Finding(SHIFT, f"they are of the token {where}", _share(scores, sample, unit, exists)))
+    heads: dict[str, float] = {}
     for other in (torch.float32, torch.bfloat16, torch.float16):
         if other == dtype or (other == torch.float32 and dtype == torch.float64):
             continue
@@ -196,8 +198,10 @@ def _candidates(
             ways = [*map(layer.logits, both), *(layer.logits(each.float()) for each in both), logits.to(other).float()]
             if layer.bias is not None:  # It may be added before the products are rounded.
                 ways.append(replace(layer, bias=None).logits(layer.products(other, layer.bias / layer.scale).float()))
-        shares = [_share(layer.scores(way), sample, unit) for way in ways]
-        found.append(Finding(HEAD, f"theirs is in {str(other).removeprefix('torch.')}", max(shares)))
+        heads[str(other).removeprefix("torch.")] = max(_share(layer.scores(way), sample, unit) for way in ways)
+    explained = max(heads.values())
+    near = [name for name, share in heads.items() if share >= explained - _AS_NEAR]
+    found.append(Finding(HEAD, f"theirs is in {' or '.join(near)}", explained))
     factor = _fitted_temperature(layer, logits, sample.samplers)
     scores = layer.scores(logits / factor)
     # Any other formula is nearer than a temperature that has been fitted only if it explains as much.

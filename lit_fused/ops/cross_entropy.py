@@ -26,6 +26,7 @@ from .logits.logits_path import LogitsPath
 from .logits.rows_torch import TorchRows
 from .operators import empty_gradients, empty_rows, gradient_shapes, one_graph_break, operator
 from .options import LossOptions
+from .tokens_of_ranks import TokensOfRanks
 from .triton_available import kernels_can_be_built
 from .user_error import UserError
 from .vocabulary_parallel import VocabularyShard
@@ -133,6 +134,8 @@ def loss_of(
     """Return the loss and the statistics of a call."""
     if call.options.invariant and call.path_of is not None:
         raise UserError("the filtered backward and distillation have no invariant=True; linear_cross_entropy has it")
+    if call.shard is not None and call.path_of is not None:
+        call.shard.refuse_own_tokens("the filtered backward, as distillation from a teacher beside,")
     if token_weights is not None:
         check_token_weights(token_weights, hidden_states)
     # An operator cannot be given one of these.
@@ -271,6 +274,8 @@ _backward_operator = operator("linear_cross_entropy_backward", 8, _backward, gra
 
 def exact_path(hidden_ND: Tensor, weight_VD: Tensor, call: HeadCall) -> KernelPath:
     """Return the exact path for these tensors: Hopper's where it can run, on at least one row."""
+    if call.shard is not None and call.shard.tokens_differ:
+        return TokensOfRanks(hidden_ND, weight_VD, call, exact_path)
     if call.options.invariant:
         fast = exact_path(hidden_ND, weight_VD, replace(call, options=replace(call.options, invariant=False)))
         return InvariantPath(tile_kernels(hidden_ND, call), fast)

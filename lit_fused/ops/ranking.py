@@ -131,6 +131,7 @@ def top_items(
     asked = asked.masked_fill(asked == IGNORE_INDEX, NO_ITEM)
     _check_items("targets", asked, items)
     if shard is not None:
+        shard.refuse_own_tokens("top_items")
         shard.check(weight)
     check_inputs(hidden_states, weight, asked, bias, NO_ITEM, items)
     targets_N, hidden_ND = asked.reshape(-1), hidden_states.reshape(-1, hidden_states.shape[-1])

@@ -1,14 +1,15 @@
-"""One rank's part of a vocabulary that tensor parallelism divides."""
+"""One rank's part of a vocabulary that ranks divide, under tensor parallelism or under FSDP2."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.func import functional_call
 
 from .user_error import UserError
 
@@ -24,27 +25,31 @@ class VocabularyShard:
         start: the first entry of this rank.
         vocabulary: entries of all ranks together; each belongs to one of them.
         largest: rows of the largest part, by which all ranks cut the same chunks.
-        group: the ranks. All of them make the same calls with the same hidden states and targets.
+        group: the ranks. All of them make the same calls, with the same hidden states and targets unless:
+        tokens_differ: each rank has tokens of its own, perhaps none, and gets their results. Its weight's gradient is
+            that of all ranks' losses. The gradient of a summed loss has to be the same number on all ranks.
     """
 
     start: int
     vocabulary: int
     largest: int
     group: dist.ProcessGroup
+    tokens_differ: bool = False
 
     @classmethod
-    def of(cls, weight: DTensor) -> "VocabularyShard":
+    def of(cls, weight: DTensor, *, tokens_differ: bool = False) -> "VocabularyShard":
         """Return the part of a weight (V, D) that this rank has, or raise a UserError if the weight is not divided by
-        rows over a mesh "tensor_parallel" (transformers': "tp"). A weight under FSDP is not, outside of the model's own
-        forward."""
+        rows over a mesh "tensor_parallel" (transformers': "tp"), or where tokens differ over any. A weight under FSDP
+        is not, outside of the model's own forward."""
         mesh = weight.device_mesh
-        if mesh.mesh_dim_names not in (("tensor_parallel",), ("tp",)) or weight.placements != (Shard(0),):
+        named = tokens_differ or mesh.mesh_dim_names in (("tensor_parallel",), ("tp",))
+        if not named or weight.placements != (Shard(0),):
             raise UserError(
                 f"the output layer's weight is distributed as {weight.placements} over {mesh}; a loss can take it "
                 "whole or by rows over the mesh tensor_parallel. Call the loss inside of the model's forward, where "
                 "FSDP's weights are whole"
             )
-        return cls.on(mesh, weight.shape[0])
+        return replace(cls.on(mesh, weight.shape[0]), tokens_differ=tokens_differ)
 
     @classmethod
     def on(cls, mesh: DeviceMesh, vocabulary: int) -> "VocabularyShard":
@@ -54,7 +59,8 @@ class VocabularyShard:
 
     def first(self, entries: int) -> "VocabularyShard":
         """Return the same rank's part of a vocabulary that ends after ``entries``."""
-        return VocabularyShard(min(self.start, entries), entries, min(self.largest, entries), self.group)
+        start, largest = min(self.start, entries), min(self.largest, entries)
+        return replace(self, start=start, vocabulary=entries, largest=largest)
 
     def local(self, targets_N: Tensor, rows: int) -> Tensor:
         """Return targets as columns of ``rows`` entries here: -1 if ignored, ELSEWHERE if another rank has it."""
@@ -73,12 +79,17 @@ class VocabularyShard:
         padding = embedding.padding_idx
         if padding is not None:
             padding = padding - self.start if self.start <= padding < self.start + len(part) else None
-        own = embedding._parameters["weight"], embedding.padding_idx
-        embedding._parameters["weight"], embedding.padding_idx = part, padding
+        own, embedding.padding_idx = embedding.padding_idx, padding
         try:
-            return forward(rows.where(mine, 0)).masked_fill(~mine[..., None], 0)
+            found = functional_call(_LookUp(embedding, forward), {"embedding.weight": part}, (rows.where(mine, 0),))
         finally:
-            embedding._parameters["weight"], embedding.padding_idx = own
+            embedding.padding_idx = own
+        return found.masked_fill(~mine[..., None], 0)
+
+    def refuse_own_tokens(self, what: str) -> None:
+        """Raise a UserError for ``what`` works on the same tokens alone, if ranks have tokens of their own."""
+        if self.tokens_differ:
+            raise UserError(f"{what} needs the output layer whole on each rank; choose gather_head=true")
 
     def check(self, weight: Tensor) -> None:
         """Raise a UserError unless the weight's rows can be this part of the vocabulary."""
@@ -89,3 +100,11 @@ class VocabularyShard:
                 f"of whose parts the largest has {self.largest}; give each rank's own first entry, and "
                 "the largest number of rows of any"
             )
+
+
+class _LookUp(nn.Module):
+    """Runs an embedding's own ``forward``, in place of which it may have another one."""
+
+    def __init__(self, embedding: nn.Module, own: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embedding, self.forward = embedding, own

@@ -3,7 +3,7 @@
 Every repeated block, or a few small ones together, is a unit, whose parameters are gathered for its forward and
 backward. The input embedding and the output layer, tied or not, belong to the root, the :class:`LanguageModel`, whose
 forward ends with the loss. So the loss reads a plain, whole weight at call time, and its gradient is averaged over the
-ranks and sharded like any other.
+ranks and sharded like any other; unless each rank keeps its rows of the output layer (own_rows.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,6 +21,7 @@ from lit_fused.losses.loss import Batch
 from lit_fused.models.blocks import closed_blocks
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.parallel.collectives import check_same_batch
+from lit_fused.parallel.own_rows import check_own_rows, divide_head
 from lit_fused.parallel.placement import Placement, has_towers, reshard
 from lit_fused.parallel.tensor import check_plan, divide, is_distributed
 
@@ -89,6 +90,10 @@ class Sharded(Placement):
         return getattr(self.strategy, "mixed_precision_policy", False)
 
     @property
+    def gathers_head(self) -> bool:
+        return getattr(self.strategy, "gather_head", True)
+
+    @property
     def data_parallel_size(self) -> int:
         return dist.get_world_size(self.data_parallel_group)
 
@@ -107,6 +112,13 @@ class Sharded(Placement):
                 "mixed_precision_policy=true computes with bfloat16 copies of float32 parameters, got "
                 f"precision={precision}; choose precision=bf16-mixed, or mixed_precision_policy=false"
             )
+        if not self.gathers_head:
+            if ranks is not None:
+                raise UserError(
+                    "gather_head=false divides the output layer over all devices, as tensor parallelism "
+                    "does over some; choose one of them"
+                )
+            check_own_rows(model)
         if ranks is not None:
             check_never_compared(compile)
         elif compile == "whole":
@@ -130,7 +142,8 @@ class Sharded(Placement):
             policy = half if copies else MixedPrecisionPolicy()
             for unit in parts:
                 fully_shard(unit, mesh=data, reshard_after_forward=reshards, mp_policy=policy)
-            fully_shard(model, mesh=data, mp_policy=policy)
+            apart = None if self.gathers_head else divide_head(model, data, torch.bfloat16 if copies else None)
+            fully_shard(model, mesh=data, mp_policy=policy, ignored_params=apart)
             # They run forward, too.
             for method in ("prepare", "spot_check", "check_packing", "token_losses", "run_with"):
                 register_fsdp_forward_method(model, method)

@@ -34,6 +34,8 @@ class FSDP2Strategy(FolderCheckpoints):
         mixed_precision_policy: with ``precision="bf16-mixed"``, gather the parameters as bfloat16 copies, in which
             layers, norms and the residual stream compute, and sum gradients over devices in float32. False gathers them
             in float32, and autocast alone rounds what a matrix product takes, as on one device.
+        gather_head: gather the output layer's weight for the loss, whole on each rank. False leaves each rank its rows,
+            for which it computes the logits of the tokens of all ranks; a tied embedding is not gathered either.
 
     Raises:
         UserError: in the trainer, if its devices cannot be grouped so, or with a policy and another precision.
@@ -52,12 +54,14 @@ class FSDP2Strategy(FolderCheckpoints):
         reduce_every_micro_batch: bool = True,
         reshard_after_forward: bool | None = None,
         mixed_precision_policy: bool = False,
+        gather_head: bool = True,
     ) -> None:
         super().__init__("auto", "auto", True, process_group_backend, timeout)
         self.sizes: Any = data_parallel_size, tensor_parallel_size
         self.reduce_every_micro_batch = reduce_every_micro_batch
         self.reshard_after_forward = reshard_after_forward
         self.mixed_precision_policy = mixed_precision_policy
+        self.gather_head = gather_head
 
     def set_world_ranks(self) -> None:
         # The strategy knows its devices by now, and no process has been started yet.

@@ -46,12 +46,15 @@ def check_plan(model: LanguageModel, ranks: int, *, training: bool) -> None:
         return
     for reason in _refusals(model, ranks, training):
         raise UserError(f"{reason} {_OTHERWISE}")
+    check_divided_loss(model, "choose loss=chunked or loss=standard, or strategy=fsdp2")
+
+
+def check_divided_loss(model: LanguageModel, otherwise: str) -> None:
+    """Raise UserError, which ends with what to choose, if a loss cannot take an output layer that ranks divide."""
     if not model.loss.divides_vocabulary:
         backend: Any = getattr(model.loss, "backend", type(model.loss))
-        raise UserError(
-            f"loss={backend_name(backend)} has no vocabulary-parallel form, for an output layer that ranks divide; "
-            "choose loss=chunked or loss=standard, or strategy=fsdp2"
-        )
+        what = "has no vocabulary-parallel form, for an output layer that ranks divide"
+        raise UserError(f"loss={backend_name(backend)} {what}; {otherwise}")
 
 
 def _refusals(model: LanguageModel, ranks: int, training: bool) -> Iterator[str]:
@@ -230,7 +233,7 @@ def _divide_embedding(embedding: Any, mesh: DeviceMesh) -> None:
         summed = DTensor.from_local(embedded, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
         return summed.to_local()
 
-    _divide_parameter(embedding, "weight", mesh)
+    divide_parameter(embedding, "weight", mesh)
     embedding.forward = forward
 
 
@@ -243,15 +246,15 @@ def divide_output_layer(layer: Any, mesh: DeviceMesh, tied_weight: nn.Parameter 
         return F.linear(same, layer.weight, layer.bias).full_tensor()  # type: ignore[attr-defined]
 
     if tied_weight is None:
-        _divide_parameter(layer, "weight", mesh)
+        divide_parameter(layer, "weight", mesh)
     else:
         layer.weight = tied_weight
     if layer.bias is not None:
-        _divide_parameter(layer, "bias", mesh)
+        divide_parameter(layer, "bias", mesh)
     layer.forward = forward
 
 
-def _divide_parameter(layer: nn.Module, name: str, mesh: DeviceMesh) -> None:
+def divide_parameter(layer: nn.Module, name: str, mesh: DeviceMesh) -> None:
     whole = layer.get_parameter(name)
     parts = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
     layer.register_parameter(name, nn.Parameter(parts, requires_grad=whole.requires_grad))

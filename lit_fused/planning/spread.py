@@ -47,7 +47,7 @@ class Spread:
             return cls(f"ddp on {devices}")
         if isinstance(strategy, DDPStrategy):
             return cls(f"ddp on {devices}", buckets=devices > 1)
-        if isinstance(strategy, FSDP2Strategy) and not strategy.mixed_precision_policy:
+        if isinstance(strategy, FSDP2Strategy) and strategy.gather_head and not strategy.mixed_precision_policy:
             late = not strategy.reduce_every_micro_batch and accumulate_grad_batches > 1
             whole = None if strategy.reshard_after_forward is None else not strategy.reshard_after_forward
             _, size = strategy.sizes_on(devices)
@@ -58,7 +58,8 @@ class Spread:
         name = strategy if isinstance(strategy, str) else type(strategy).__name__
         raise UserError(
             f"a plan does not know what strategy={name} takes; it knows one device, ddp, fsdp2 and context, without "
-            "tensor parallelism and mixed_precision_policy. Measure this one: callbacks=measure trainer.max_steps=3"
+            "tensor parallelism, mixed_precision_policy and gather_head=false. Measure this one: callbacks=measure "
+            "trainer.max_steps=3"
         )
 
     @property

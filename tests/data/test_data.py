@@ -1,14 +1,11 @@
 """The data room: tokenizer, rows, loaders, synthetic tokens, flat options, and what its errors say."""
 
-import hashlib
-
 import pytest
 import torch
 from composed import composed
 from data_modules import ready, text_data
 from datasets import Dataset
 from hydra.utils import instantiate
-from lightning.pytorch import seed_everything
 from omegaconf import OmegaConf
 
 from lit_fused.app.config import check_config
@@ -17,7 +14,6 @@ from lit_fused.data import (
     SyntheticDataModule,
     TextEncoding,
     TokenDataModule,
-    load_records,
     train_tokenizer,
 )
 from lit_fused.errors import UserError
@@ -25,10 +21,6 @@ from lit_fused.errors import UserError
 
 def prepared(path, **options):
     return ready(text_data(path=str(path), **{"block_size": 16, "batch_size": 4, "vocab_size": 300, **options}))
-
-
-def below(document, fraction):
-    return int(hashlib.sha256(document.encode()).hexdigest(), 16) < fraction * 2**256
 
 
 # --- tokenizer ---------------------------------------------------------------------------------------------------
@@ -46,42 +38,7 @@ def test_decoding_what_was_encoded_gives_exactly_the_text(tmp_path):
         assert set(candidate("a")) == {"input_ids", "attention_mask"}
 
 
-# --- packing -----------------------------------------------------------------------------------------------------
-
-
-def blocks(loader):
-    """All input_ids and all labels of a loader, each ``(blocks, block_size)``."""
-    batches = list(loader)
-    return (torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "labels"))
-
-
-def test_the_blocks_concatenated_are_the_documents_each_followed_by_the_end_of_text(corpus):
-    datamodule = prepared(corpus, val_fraction=0.2)
-    assert datamodule.tokenizer is not None
-    input_ids, labels = (block.flatten().tolist() for block in blocks(datamodule.val_dataloader()))
-    held_out = [document for document in load_records(corpus)["text"] if below(document, 0.2)]
-    expected = [token for document in held_out for token in [*datamodule.tokenizer.encode(document), 0]]
-    assert input_ids[: len(expected)] == labels[: len(expected)] == expected
-    assert set(input_ids[len(expected) :]) <= {1}
-    assert set(labels[len(expected) :]) <= {IGNORE_INDEX}
-    assert len(input_ids) - len(expected) < 16
-
-
 # --- loaders -----------------------------------------------------------------------------------------------------
-
-
-def test_training_batches_are_shuffled_anew_each_epoch_and_again_alike_under_the_seed(corpus):
-    def epoch(loader):
-        return torch.cat([batch["input_ids"] for batch in loader])
-
-    datamodule = prepared(corpus)
-    seed_everything(1)
-    loader = datamodule.train_dataloader()
-    first, second = epoch(loader), epoch(loader)
-    seed_everything(1)
-    assert torch.equal(first, epoch(datamodule.train_dataloader()))
-    assert not torch.equal(first, second)
-    assert torch.equal(epoch(datamodule.val_dataloader()), epoch(datamodule.val_dataloader()))
 
 
 def test_the_last_smaller_training_batch_is_dropped_unless_it_is_the_only_one(corpus):

@@ -87,21 +87,6 @@ def test_a_batch_without_masked_tokens_has_no_loss_and_gradients_of_zero():
     assert all(g is not None and not g.any() for g in gradients)
 
 
-def test_accumulation_over_ragged_micro_batches_is_that_of_one_large_batch(tmp_path):
-    def weights(batches: list[dict[str, Tensor]], accumulated: int) -> dict[str, Tensor]:
-        module = FusedMaskedLMModule(sharpen(tiny_model("masked_modernbert")), optimizer=torch_sgd)
-        trainer = quiet_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=accumulated)
-        trainer.fit(module, loader(batches))
-        return {name: p.detach().double() for name, p in module.named_parameters()}
-
-    def torch_sgd(groups: Any) -> torch.optim.SGD:
-        return torch.optim.SGD(groups, lr=0.1)
-
-    parts = [masked_batch(seed=seed, share=share) for seed, share in enumerate((0.05, 0.9, 0.0, 0.3))]
-    whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    assert relative_error(weights(parts, 4), weights([whole], 1)) <= 1e-6
-
-
 @pytest.mark.parametrize("added", [{}, {"label_smoothing": 0.2, "z_loss": 1e-2}], ids=str)
 def test_validation_logs_loss_perplexity_and_accuracy_of_masked_tokens_and_prediction_scores_them(added, tmp_path):
     batch, model = masked_batch(rows=6), sharpen(tiny_model("masked_modernbert"))

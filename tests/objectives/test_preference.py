@@ -73,26 +73,6 @@ def test_in_float32_loss_and_gradients_are_as_near_to_float64_as_those_of_float3
     assert (own - gradients).norm() <= 2 * (others - gradients).norm() + 1e-6 * gradients.norm()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_accumulated_batches_of_different_numbers_of_pairs_equal_one_large_batch(name, tmp_path):
-    parts = [pairs(1, 1), pairs(3, 2), pairs(2, 3)]
-    whole = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
-    given = reference_for(name)
-    found = []
-    if name == "kto":  # Its KL is that of a micro-batch.
-        parts = [whole]
-    for batches, accumulated in (([whole], 1), (parts, len(parts))):
-        module = module_of(name, tiny_model("llama", torch.float64), **given)
-        trainer = quiet_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=accumulated)
-        trainer.fit(module, loader(batches), loader(batches))
-        found.append((dict(trainer.callback_metrics), [p.detach().clone() for p in module.parameters()]))
-    (one, weights), (accumulated, others) = found
-    for key, value in one.items():
-        torch.testing.assert_close(accumulated[key], value, rtol=1e-6, atol=1e-9)
-    for weight, other in zip(weights, others, strict=True):
-        assert (weight - other).norm() <= 1e-6 * other.norm()  # Llama's norms are float32.
-
-
 def test_accumulated_kto_is_one_mean_over_all_examples_each_with_the_kl_of_its_micro_batch(tmp_path):
     parts, reference = [singles(4, 1), singles(3, 2)], perturbed("llama", torch.float64)
     model = tiny_model("llama", torch.float64)

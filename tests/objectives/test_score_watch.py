@@ -204,6 +204,24 @@ def test_a_bias_that_is_added_before_the_head_rounds_is_part_of_the_head():
     assert report.cause == "precision of the head", report
 
 
+def test_a_head_in_float32_is_not_taken_for_one_in_float16_which_is_as_near_to_rounded_scores():
+    found = []
+    for seed, family in enumerate(("llama", "granite", "phi", "cohere", "mistral", "olmo2")):
+        fault = Fault("", "", family, 1600 + seed, honest(torch.float32, "5"))
+        model, batch = fault.make(fault)
+        for row in rows_of(batch, 18)[:6]:
+            loss = PolicyLoss("ppo")
+            loss.watch_anew()
+            with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                LanguageModel(model, loss)(row)
+            assert loss.report is not None
+            found.append(loss.report)
+    of_heads = [report.words for report in found if report.cause == "precision of the head"]
+    assert len(of_heads) > 10
+    assert all("float32" in words for words in of_heads), of_heads
+
+
 def test_other_weights_are_said_to_move_similar_tokens_alike_only_where_they_do():
     """A tokenizer some of whose ids are others moves few tokens, far."""
     model = learned("llama")

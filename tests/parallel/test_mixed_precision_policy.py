@@ -152,6 +152,7 @@ def test_units_whose_copies_are_little_of_a_devices_memory_stay_gathered():
     assert [stay_gathered(layers, 1e6, in_bfloat16=copies) for copies in (False, True)] == [False, True]
 
 
-def test_a_plan_does_not_take_a_policy_for_autocast():
+@pytest.mark.parametrize("option", [{"mixed_precision_policy": True}, {"gather_head": False}])
+def test_a_plan_does_not_take_a_policy_for_autocast_nor_rows_of_a_head_for_all(option):
     with pytest.raises(UserError, match="does not know what .* takes"):
-        Spread.of(FSDP2Strategy(2, mixed_precision_policy=True), 2, 1)
+        Spread.of(FSDP2Strategy(2, **option), 2, 1)

@@ -32,7 +32,6 @@ LISTED = {
     "_C": "where torch keeps the question below",
     "_are_functorch_transforms_active": "torch.func runs a backward as if for a second derivative, and says so nowhere",
     "_assert_async": "a check of numbers on a GPU that no host waits for",
-    "_parameters": "an embedding's forward runs with a part of the table, which is no nn.Parameter",
     # planning
     "_engine_run_backward": "backward with a mode for torch's functions on, which loss.backward() takes away",
     "_python_dispatch": "where torch documents TorchDispatchMode",
