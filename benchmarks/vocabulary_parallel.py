@@ -1,46 +1,120 @@
-"""The head with its vocabulary divided over GPUs, against the whole head on one of them.
+"""The head with its vocabulary divided over GPUs: against the whole head on one of them, Liger's, and FSDP2's gathered.
 
     torchrun --nproc-per-node 2 benchmarks/vocabulary_parallel.py
     torchrun --nproc-per-node 2 benchmarks/vocabulary_parallel.py --tokens 256 --shapes 64x1000 --repeats 1   # on a CPU
+    torchrun --nproc-per-node 8 benchmarks/vocabulary_parallel.py --own-tokens --shapes 8192x5376x262144
+
+For a comparison with Liger's: ``--shapes 8192x4096x128256 4096x2048x151936 16384x4096x262144``.
 
 Forward and backward of the summed loss in bfloat16. Before a shape is timed, the divided head's gradients have to be as
 close to the whole head's as two roundings to bfloat16 allow.
+
+Without ``--own-tokens``, ranks have the same tokens, as under tensor parallelism. With it each has tokens of its own,
+as under FSDP2: the weight is gathered and its gradient reduced (``gather_head=True``), or the hidden states are.
 """
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lit_fused.ops import linear_cross_entropy
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
-SHAPES = ["1024x151936", "2048x151936", "2304x256000"]  # hidden size x vocabulary
+SHAPES = ["1024x151936", "2048x151936", "2304x256000"]  # hidden size x vocabulary, perhaps after the tokens of a rank
 TOLERANCE = 2**-6  # relative, in the Euclidean norm
+Step = Callable[[], Sequence[Tensor]]  # returns the gradients of hidden states and weight
 
 
-def inputs(tokens: int, hidden_size: int, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states that know their targets, the weight, and targets of which every seventh is ignored."""
+def inputs(
+    tokens: int, hidden_size: int, vocabulary: int, device: torch.device, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states that know their targets, the weight, and targets of which every seventh is ignored. ``seed`` is
+    that of the tokens."""
     generator = torch.Generator(device).manual_seed(0)
-    hidden = torch.randn(tokens, hidden_size, device=device, generator=generator)
     weight = torch.randn(vocabulary, hidden_size, device=device, generator=generator) / hidden_size**0.5
+    generator.manual_seed(1 + seed)
+    hidden = torch.randn(tokens, hidden_size, device=device, generator=generator)
     targets = torch.randint(vocabulary, (tokens,), device=device, generator=generator)
     hidden += hidden_size**0.5 * weight[targets]
     targets[::7] = -100
     return hidden.bfloat16(), weight.bfloat16(), targets
 
 
-def step(hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabularyShard | None) -> None:
-    hidden.grad = weight.grad = None
-    linear_cross_entropy(hidden, weight, targets, reduction="sum", shard=shard)[0].backward()
+def leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_()
 
 
-def milliseconds(run: Callable[[], None], repeats: int, device: torch.device) -> float:
-    """The mean of ``repeats`` runs, after two that compile and warm up."""
+def step_of(hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabularyShard | None) -> Step:
+    hidden, weight = leaf(hidden), leaf(weight)
+
+    def step() -> Sequence[Tensor]:
+        loss, _ = linear_cross_entropy(hidden, weight, targets, reduction="sum", shard=shard)
+        return torch.autograd.grad(loss, (hidden, weight))
+
+    return step
+
+
+def liger_step(hidden: Tensor, weight: Tensor, targets: Tensor, group: Any) -> Step | str:
+    """Return a step of Liger's tensor-parallel head, or why there is none."""
+    ranks = dist.get_world_size(group)
+    if not hidden.is_cuda:
+        return "needs GPUs"
+    sizes = torch.tensor([len(weight), -len(weight)], device=weight.device)
+    dist.all_reduce(sizes, dist.ReduceOp.MAX, group)
+    if sizes[0] != -sizes[1]:
+        return f"needs {ranks} equal parts"
+    try:
+        from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyTPFunction as Head
+    except ImportError:
+        return "not installed"
+    hidden, weight = leaf(hidden), leaf(weight)
+
+    def step() -> Sequence[Tensor]:
+        loss: Any = Head.apply(hidden, weight, targets, group)
+        return torch.autograd.grad(loss.sum(), (hidden, weight))
+
+    return step
+
+
+class WholeHead(nn.Module):
+    """The head under FSDP2, which gathers its weight for forward and backward."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, self.weight, targets, reduction="sum")[0]
+
+
+def gathered_step(hidden: Tensor, weight: Tensor, targets: Tensor, device: torch.device) -> Step:
+    ranks = dist.get_world_size()
+    head: Any = WholeHead(weight)
+    fully_shard(head, mesh=init_device_mesh(device.type, (ranks,)))
+    hidden = leaf(hidden)
+
+    def step() -> Sequence[Tensor]:
+        hidden.grad = None
+        head.zero_grad()
+        head(hidden, targets).backward()
+        assert hidden.grad is not None
+        return hidden.grad, head.weight.grad.to_local() * ranks  # FSDP2's is the mean over ranks.
+
+    return step
+
+
+def measured(run: Step, repeats: int, device: torch.device) -> tuple[float, float]:
+    """Return the mean time of ``repeats`` runs in ms, after two that compile and warm up, and the GiB that a run takes
+    beside what was there before."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -50,25 +124,34 @@ def milliseconds(run: Callable[[], None], repeats: int, device: torch.device) ->
     for _ in range(2):
         run()
     wait()
+    before = 0
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
     start = perf_counter()
     for _ in range(repeats):
         run()
     wait()
-    return (perf_counter() - start) / repeats * 1000
+    time = (perf_counter() - start) / repeats * 1000
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    return time, (peak - before) / 2**30
 
 
-def check(found: Tensor | None, expected: Tensor | None, what: str) -> None:
-    assert found is not None
-    assert expected is not None
-    error = ((found.float() - expected.float()).norm() / expected.float().norm()).item()
-    if not error <= TOLERANCE:
-        raise SystemExit(f"the gradient of {what} differs by {error:.1e} from that of the whole head: nothing is timed")
+def check(found: Sequence[Tensor], expected: Sequence[Tensor], of: str) -> None:
+    """End all ranks if gradients of hidden states and weight differ on one of them."""
+    pairs = zip(("hidden states", "weight"), found, expected, strict=True)
+    errors = {what: ((a.float() - b.float()).norm() / b.float().norm()).item() for what, a, b in pairs}
+    worst = torch.tensor(max(errors.values()), device=found[0].device)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    if not worst.item() <= TOLERANCE:
+        raise SystemExit(f"the gradients of {of} differ from those of the whole head: {errors}; nothing is timed")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="hidden size x vocabulary")
+    parser.add_argument("--tokens", type=int, default=8192, help="of a rank, for shapes without them")
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="hidden size x vocabulary, or tokens x both")
+    parser.add_argument("--own-tokens", action="store_true", help="ranks have different tokens, as under FSDP2")
     parser.add_argument("--repeats", type=int, default=10)
     arguments = parser.parse_args()
 
@@ -77,27 +160,45 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    if rank == 0:
-        print(f"| D x V | one device (ms) | {ranks} devices (ms) | of 1 / {ranks} of the time |\n|---|---:|---:|---:|")
+    group: Any = dist.group.WORLD
+    if rank == 0 and arguments.own_tokens:
+        print(f"| N x D x V on each of {ranks} | weight gathered, ms | GiB | rows kept, ms | GiB |")
+        print("|---|---:|---:|---:|---:|")
+    elif rank == 0:
+        print(f"| N x D x V | one device, ms | {ranks} devices, ms | of 1 / {ranks} of the time | Liger, ms |")
+        print("|---|---:|---:|---:|---:|")
     for shape in arguments.shapes:
-        hidden_size, vocabulary = map(int, shape.split("x"))
-        hidden, weight, targets = inputs(arguments.tokens, hidden_size, vocabulary, device)
-        rows = -(-vocabulary // ranks)
-        start = min(rank * rows, vocabulary)
-        shard = VocabularyShard(start, vocabulary, rows, dist.group.WORLD)  # type: ignore[arg-type]
-        part = weight[start : start + rows].clone().requires_grad_()
-        whole_hidden, hidden = hidden.clone().requires_grad_(), hidden.requires_grad_()
-        weight.requires_grad_()
-
-        step(whole_hidden, weight, targets, None)
-        step(hidden, part, targets, shard)
-        assert weight.grad is not None
-        check(hidden.grad, whole_hidden.grad, "the hidden states")
-        check(part.grad, weight.grad[start : start + rows], "the weight")
-        whole = milliseconds(lambda h=whole_hidden, w=weight, t=targets: step(h, w, t, None), arguments.repeats, device)
-        divided = milliseconds(lambda h=hidden, w=part, t=targets, s=shard: step(h, w, t, s), arguments.repeats, device)
+        tokens, hidden_size, vocabulary = [arguments.tokens, *map(int, shape.split("x"))][-3:]
+        hidden, weight, targets = inputs(
+            tokens, hidden_size, vocabulary, device, seed=rank if arguments.own_tokens else 0
+        )
+        size = -(-vocabulary // ranks)
+        start = min(rank * size, vocabulary)
+        shard = VocabularyShard(start, vocabulary, size, group, tokens_differ=arguments.own_tokens)
+        rows = slice(start, start + size)
+        divided = step_of(hidden, weight[rows], targets, shard)
+        time = partial(measured, repeats=arguments.repeats, device=device)
+        name = f"{tokens} x {hidden_size} x {vocabulary}"
+        if arguments.own_tokens:
+            whole = gathered_step(hidden, weight, targets, device)
+            check(divided(), whole(), "the kept rows")
+            del weight
+            (ms, gib), (own_ms, own_gib) = time(whole), time(divided)
+            if rank == 0:
+                print(f"| {name} | {ms:.1f} | {gib:.2f} | {own_ms:.1f} | {own_gib:.2f} |", flush=True)
+            continue
+        whole = step_of(hidden, weight, targets, None)
+        of_hidden, of_weight = whole()
+        expected = of_hidden, of_weight[rows]
+        check(divided(), expected, "the divided head")
+        liger = liger_step(hidden, weight[rows], targets, group)
+        if callable(liger):
+            check(liger(), expected, "Liger's head")
+        del of_hidden, of_weight, expected
+        (ms, _), (divided_ms, _) = time(whole), time(divided)
+        of_liger = f"{time(liger)[0]:.1f}" if callable(liger) else liger
         if rank == 0:
-            print(f"| {shape} | {whole:.1f} | {divided:.1f} | {whole / divided / ranks:.0%} |", flush=True)
+            print(f"| {name} | {ms:.1f} | {divided_ms:.1f} | {ms / divided_ms / ranks:.0%} | {of_liger} |", flush=True)
     dist.destroy_process_group()
 
 

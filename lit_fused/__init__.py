@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, LossOutput, ModelInternalLoss
     from lit_fused.memory import reduce_memory
     from lit_fused.models.certificate import certify, certify_folder
+    from lit_fused.models.drafter import drafter_for
     from lit_fused.models.item_encoders import BidirectionalItems, SASRec
     from lit_fused.models.language_model import LanguageModel
     from lit_fused.models.load import from_config, from_pretrained, materialize

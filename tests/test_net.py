@@ -62,7 +62,6 @@ TWO = ["trainer.devices=2", "trainer.accelerator=cpu"]
 RUNS: dict[str, list[str]] = {
     "chunked": TEXT,
     "standard": ["loss=standard", *TEXT],
-    "cce": ["loss=cce", *TEXT],
     "bf16": ["precision=bf16-mixed", *TEXT],
     "own_loss_of_the_model": ["loss=model", *TEXT],
     "smoothing_and_z_loss": ["loss.label_smoothing=0.1", "loss.z_loss=1e-3", *TEXT],
@@ -156,7 +155,7 @@ def fitted(folder: Path, name: str) -> dict[str, Any]:
     return run(folder, name, *RUNS[name], ranks=2 if name in ON_TWO_RANKS else 1)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.needs_compiler) if n == "cce" else n for n in RUNS])
+@pytest.mark.parametrize("name", RUNS)
 def test_a_command_gives_the_losses_and_weights_that_were_recorded(folder: Path, name: str) -> None:
     metrics = fitted(folder, name)
     found = {loss: metrics[loss] for loss in LOSSES if loss in metrics}

@@ -19,6 +19,7 @@ from lit_fused.ops.vocabulary_parallel import VocabularyShard
 Batch = Mapping[str, Any]
 SHIFTED_OR_COUNTED = ("shift_labels", "num_items_in_batch")  # of a batch, beside "labels": for the loss alone
 WEIGHTS = "token_weights"
+PREVIOUS = "previous_hidden_states"  # (B, T, D) of a drafter's target, at the token before
 
 
 class Head(Protocol):
@@ -32,7 +33,8 @@ class Head(Protocol):
     def vocabulary(self) -> int: ...  # V, the number of logits per token
     @property
     def shard(self) -> VocabularyShard | None: ...  # this rank's entries, if ranks divide the vocabulary
-    def operands(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor | None]: ...  # h (..., D), W (V, D), b
+    # h (..., D), W (V, D), b; in parts, W may be one of ``ops.frozen_columns``.
+    def operands(self, hidden_states: Tensor, in_parts: bool = False) -> tuple[Tensor, Tensor, Tensor | None]: ...
     def logits(self, hidden_states: Tensor) -> Tensor: ...  # (..., V)
 
 

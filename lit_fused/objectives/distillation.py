@@ -15,11 +15,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lit_fused.errors import UserError, checked_options
+from lit_fused.errors import UserError, check_number, checked_options
 from lit_fused.losses import LossOutput
-from lit_fused.losses.loss import Batch, Forward, Head
+from lit_fused.losses.loss import PREVIOUS, Batch, Forward, Head, at_least_float32
 from lit_fused.objectives.scored import ScoredLoss, at_temperature
 from lit_fused.ops import TeacherHead, linear_distillation, token_scores, top_items
 from lit_fused.ops.label_checks import IGNORE_INDEX
@@ -47,6 +48,8 @@ class DistillationLoss(ScoredLoss):
         divergence_weight: Hinton et al. (arXiv:1503.02531) take T^2, which keeps gradients as large as those of the
             cross entropy.
         cross_entropy_weight: of the cross entropy with the labels.
+        hidden_weight: of the smooth L1 distance, a mean over D, of the output layers' inputs, both of width D. A
+            drafter (:func:`lit_fused.drafter_for`), which goes on from its own, needs it.
         recompute: compute the logits again in backward instead of holding gradients from forward on.
         logits_budget_mib, chunk_size, drop_ignored, float32_accumulation: as of :class:`ScoredLoss`. With a teacher
             beside it a chunk is that of both logits.
@@ -55,6 +58,7 @@ class DistillationLoss(ScoredLoss):
         teacher: returns the teacher's output layer and its input for a batch; None: batches have stored scores.
         output_layer: of a teacher whose hidden states are stored, whole; it moves to where it is needed. Its own
             ``hidden_states`` are not read.
+        drafts: the student also gets the teacher's hidden states of the tokens before (models/drafter.py).
     """
 
     statistics = ("divergence", "teacher_nll")
@@ -69,6 +73,7 @@ class DistillationLoss(ScoredLoss):
         temperature: float = 1.0,
         divergence_weight: float = 1.0,
         cross_entropy_weight: float = 0.0,
+        hidden_weight: float = 0.0,
         recompute: bool = False,
         logits_budget_mib: float | None = None,
         chunk_size: int | None = None,
@@ -82,9 +87,11 @@ class DistillationLoss(ScoredLoss):
             float32_accumulation=float32_accumulation,
         )
         self.of_loss = Divergence(divergence, beta, temperature, divergence_weight, cross_entropy_weight)
-        self.recompute = recompute
+        check_number("hidden_weight", hidden_weight, "be at least 0", lambda x: x >= 0)
+        self.hidden_weight, self.recompute = hidden_weight, recompute
         self.teacher: Callable[[Batch], TeacherHead] | None = None
         self.output_layer: TeacherHead | None = None
+        self.drafts = False
 
     def check_stored(self, vocabulary: int, temperature: float, entries: int) -> None:
         """Raise a UserError unless scores of a vocabulary and a temperature can train a student with ``entries``."""
@@ -101,22 +108,31 @@ class DistillationLoss(ScoredLoss):
             )
 
     def compute(self, model: Forward, batch: Batch) -> LossOutput:
-        targets = model.targets(batch)
-        hidden_states, head, aux_loss = model.hidden_states(batch)
-        if self.teacher is None and batch.get(HIDDEN_STATES) is not None:
-            teacher = self._of_hidden_states(model.own_positions(batch[HIDDEN_STATES]), hidden_states, head)
-            found = self._beside(hidden_states, targets, head, teacher)
-        elif self.teacher is None:
-            stored = [None if batch.get(name) is None else model.own_positions(batch[name]) for name in STORED]
-            found = self._from_stored(hidden_states, targets, head, stored)
-        else:
+        targets, teacher, states = model.targets(batch), None, batch.get(HIDDEN_STATES)
+        if self.teacher is not None:  # Its activations are free before the student has its own.
             with torch.no_grad():
                 teacher = self.teacher(batch)
+            states = teacher.hidden_states
+        if states is None and (self.drafts or self.hidden_weight):
+            raise UserError("the student needs hidden states of its teacher; give teacher=..., or score.hidden=true")
+        inputs = batch if states is None or not self.drafts else {**batch, PREVIOUS: _of_tokens_before(states, batch)}
+        hidden_states, head, aux_loss = model.hidden_states(inputs)
+        if teacher is None and states is not None:
+            teacher = self._of_hidden_states(model.own_positions(states), hidden_states, head)
+        if teacher is not None:
             found = self._beside(hidden_states, targets, head, teacher)
+            if self.hidden_weight:
+                own, theirs = at_least_float32(head.operands(hidden_states)[0]), teacher.hidden_states
+                distance = F.smooth_l1_loss(own, theirs.to(own.dtype), reduction="none").mean(-1)
+                added = self.hidden_weight * distance.where(targets != IGNORE_INDEX, 0).sum()
+                found = replace(found, loss_sum=found.loss_sum + added)
+        else:
+            stored = [None if batch.get(name) is None else model.own_positions(batch[name]) for name in STORED]
+            found = self._from_stored(hidden_states, targets, head, stored)
         return replace(found, aux_loss=aux_loss)
 
     def _beside(self, hidden_states: Tensor, targets: Tensor, head: Head, teacher: TeacherHead) -> LossOutput:
-        hidden_states, weight, bias = head.operands(hidden_states)
+        hidden_states, weight, bias = head.operands(hidden_states, in_parts=True)
         loss_sum, stats = linear_distillation(
             hidden_states,
             weight,
@@ -169,6 +185,13 @@ class DistillationLoss(ScoredLoss):
             stats["nll"] = nll.detach()
             loss = loss + of_loss.cross_entropy_weight * nll
         return LossOutput(loss, (targets != IGNORE_INDEX).sum(), stats=stats)
+
+
+def _of_tokens_before(states: Tensor, batch: Batch) -> Tensor:
+    """Return the hidden states (B, T, D) of the tokens before, zeros at the first of a row or of a document in it."""
+    before = F.pad(states[:, :-1], (0, 0, 1, 0))
+    positions = batch.get("position_ids")
+    return before if positions is None else before.masked_fill((positions == 0)[..., None], 0)
 
 
 def teacher_head(model: Forward, batch: Batch) -> TeacherHead:

@@ -9,7 +9,7 @@ functions of ``foreign`` are found by their names, any other by its dotted path,
 A backend may have attributes: ``options`` are those that its ``**options`` take, ``statistics`` the names of sums over
 tokens that it returns in training and that are logged as means, ``builds_logits`` says that it builds all of them,
 ``approximate_backward`` that its gradients are not those of the exact loss by intention, ``requirement`` says what is
-missing on a device, ``fallback`` is what may stand in.
+missing on a device, ``fallback`` is what stands in, and needs nothing.
 
 N tokens, D hidden, V vocabulary.
 """
@@ -56,27 +56,19 @@ def chunked(
 
 
 chunked.options = {field.name for field in fields(LossOptions)}  # type: ignore[attr-defined]
+chunked.takes_frozen_columns = True  # type: ignore[attr-defined]
 
 
 def usable_backend(backend: Backend, device: torch.device) -> Backend:
-    """Return the backend itself, or with one warning its stand-in; if neither can run, say what is missing."""
-    name = backend_name(backend)
-    needs: dict[str, str] = {}
-    stand_in: Backend | None = backend
-    while stand_in is not None:
-        requirement: Requirement | None = backend_attribute(stand_in, "requirement")
-        missing = requirement(device) if requirement else None
-        if missing is None:
-            break
-        needs[backend_name(stand_in)] = missing
-        stand_in = backend_attribute(stand_in, "fallback")
-    if not needs:
+    """Return the backend itself, or with one warning its stand-in, which always runs; UserError without one."""
+    requirement: Requirement | None = backend_attribute(backend, "requirement")
+    missing, stand_in = requirement and requirement(device), backend_attribute(backend, "fallback")
+    if missing is None:
         return backend
+    name = backend_name(backend)
     if stand_in is None:
-        raise UserError(f"loss={name} cannot run here: it needs {needs[name]}; choose loss=chunked, which always runs")
-    summary = (inspect.getdoc(stand_in) or "").partition("\n")[0]
-    lacking = "; ".join(f"{tried} needs {missing}" for tried, missing in needs.items())
-    warnings.warn(f"loss={lacking}; this run uses {backend_name(stand_in)} instead: {summary}", stacklevel=2)
+        raise UserError(f"loss={name} cannot run here: it needs {missing}; choose loss=chunked, which always runs")
+    warnings.warn(f"loss={name} needs {missing}; this run uses {backend_name(stand_in)} instead", stacklevel=2)
     return stand_in
 
 

@@ -55,23 +55,7 @@ def under_autocast(function: Backend) -> Backend:
     return run
 
 
-@foreign(lambda device: package_missing("cut_cross_entropy") or compiler_missing(device), chunked, builds_logits=True)
-def cce_torch_compile(
-    hidden_states: Tensor, weight: Tensor, targets: Tensor, *, softcap: float | None = None
-) -> Tensor:
-    """cut-cross-entropy's own ``torch_compile`` implementation. It builds the logits of all valid tokens."""
-    from cut_cross_entropy import linear_cross_entropy as cut_cross_entropy
-
-    # It insists on a whole graph, and takes out ignored tokens first: a ragged batch, one without any, evaluation and a
-    # second model in the process are each compiled anew, and beyond torch's limit of eight that is an error.
-    with torch._dynamo.config.patch(recompile_limit=256):
-        return cut_cross_entropy(hidden_states, weight, targets, softcap=softcap, reduction="sum", impl="torch_compile")
-
-
-@foreign(
-    lambda device: cuda_missing(device, (8, 0)) or package_missing("cut_cross_entropy"),
-    cce_torch_compile,
-)
+@foreign(lambda device: cuda_missing(device, (8, 0)) or package_missing("cut_cross_entropy"), chunked)
 def cce(
     hidden_states: Tensor,
     weight: Tensor,

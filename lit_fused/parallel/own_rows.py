@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from lit_fused.errors import UserError
 from lit_fused.heads import output_layer
+from lit_fused.heads.adapters import full_name
 from lit_fused.heads.spec import keep_own_rows, local_rows
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.tokens_of_ranks import padded_rows, rows_of_ranks, sizes_of_ranks
@@ -29,7 +30,7 @@ def check_own_rows(model: LanguageModel) -> None:
     layer = output_layer(model.backbone)
     ties = _tied_to(layer, model)
     if type(layer) is not nn.Linear or any(not isinstance(m, nn.Embedding) or m.max_norm is not None for m in ties):
-        kinds = " and ".join(type(m).__name__ for m in (layer, *ties))
+        kinds = " and ".join(full_name(m) for m in (layer, *ties))
         raise UserError(
             f"gather_head=false divides an nn.Linear and an nn.Embedding tied to it, got {kinds}; {_OTHERWISE}"
         )

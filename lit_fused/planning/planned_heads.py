@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lit_fused.errors import UserError
 from lit_fused.heads import probe
 from lit_fused.losses import LinearCrossEntropyLoss
 from lit_fused.ops import cross_entropy, foreign, kernel_path, options
-from lit_fused.ops.backends import Backend, backend_attribute, backend_name, chunked
+from lit_fused.ops.backends import Backend, backend_attribute
 from lit_fused.ops.hopper import hopper_path, narrow_path
 from lit_fused.ops.kernel_path import HeadCall, KernelPath, Wanted
 from lit_fused.ops.products import Products
@@ -65,7 +64,7 @@ def heads_of(gpu: GPU, ledger: MemoryLedger) -> Iterator[None]:
     :class:`~lit_fused.LinearCrossEntropyLoss` allocates is entered as the output head's."""
 
     def exact_path(hidden_ND: Tensor, weight_VD: Tensor, call: HeadCall) -> KernelPath:
-        if gpu.capability[0] == 9 and hopper_path.computes(hidden_ND, call):
+        if call.frozen is None and gpu.capability[0] == 9 and hopper_path.computes(hidden_ND, call):
             narrow = narrow_path.computes(hidden_ND, call)
             return (narrow_path.NarrowPath if narrow else hopper_path.HopperPath)(NoKernels())
         return cross_entropy.LogitsPath(NoKernels())
@@ -101,13 +100,8 @@ def heads_of(gpu: GPU, ledger: MemoryLedger) -> Iterator[None]:
 
 def planned_backend(backend: Backend, ledger: MemoryLedger) -> Backend:
     """Return a backend like this one that allocates what it does on a GPU, as the output head's. One that is unknown
-    runs as it is; UserError if it needs something else than this machine."""
+    runs as it is."""
     allocates = next((found for name, found in _FOREIGN.items() if backend is vars(foreign).get(name)), None)
-    if allocates is None and backend is not chunked and backend_attribute(backend, "requirement") is not None:
-        raise UserError(
-            f"a plan does not know what loss.impl={backend_name(backend)} allocates; it knows chunked, "
-            f"{', '.join(_FOREIGN)}; callbacks=measure trainer.max_steps=3 measures it"
-        )
     run = backend if allocates is None else foreign.under_autocast(_without_kernels(allocates))
 
     @functools.wraps(backend)

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lit_fused.errors import UserError
 from lit_fused.heads import evaluation_mode, peft_model
 from lit_fused.losses.loss import Batch, Forward
+from lit_fused.models.drafter import is_drafter
 from lit_fused.objectives import PreferenceLoss
 from lit_fused.objectives.distillation import NO_TEACHER, DistillationLoss, teacher_head
 from lit_fused.objectives.policy_loss import PolicyLoss
@@ -255,10 +256,11 @@ class FusedDistillationModule(FusedCausalLMModule):
         options: dict[str, Any] = {"check_every_n_steps": check_every_n_steps, "compile": compile}
         super().__init__(backbone, loss, optimizer, scheduler, no_decay=no_decay, **options)
         self.teacher = None
+        assert isinstance(self.model.loss, DistillationLoss)
+        self.model.loss.drafts = is_drafter(self.model.transformers_model)
         if teacher is not None:
             instead = "store its probabilities with mode=score, and train with data.scores=FILE and teacher=null"
             self.teacher = self.add_frozen(teacher, "teacher", instead)
-            assert isinstance(self.model.loss, DistillationLoss)
             self.model.loss.teacher = partial(self.teacher.run, teacher_head, free=False)
 
     def setup(self, stage: str) -> None:

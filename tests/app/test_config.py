@@ -35,7 +35,8 @@ CELLS = [
 
 @pytest.mark.parametrize(("group", "option"), CELLS)
 def test_every_file_of_the_tree_composes_and_fits(group, option):
-    needed = {"pretrained": ["model.path=somewhere"], "tokens": ["data.path=somewhere.bin", "data.vocab_size=50257"]}
+    needed = {name: ["model.path=somewhere"] for name in ("pretrained", "drafter")}
+    needed |= {"tokens": ["data.path=somewhere.bin", "data.vocab_size=50257"]}
     paths = ("chat", "hf", "instruction", "pairs", "preference", "rollouts", "text")
     needed |= {name: ["data.path=somewhere"] for name in paths}
     needed |= {name: ["module=policy"] for name in ("reinforce", "rloo", "grpo", "dr_grpo", "dapo", "ppo", "cispo")}

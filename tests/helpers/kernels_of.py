@@ -23,6 +23,8 @@ def kernels_of(way: str) -> Iterator[None]:
     from lit_fused.ops.logits.rows_triton import TritonRows
 
     def exact_path(hidden_ND: Tensor, weight_VD: Tensor, call: HeadCall) -> KernelPath:
+        if call.shard is not None and call.shard.tokens_differ:
+            return cross_entropy.TokensOfRanks(hidden_ND, weight_VD, call, exact_path)
         if call.options.invariant:
             from lit_fused.ops.invariant.tiles_triton import TritonTiles
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from packing_cases import gpt_oss, mamba, row
 from parallel_cases import STRATEGIES, whole
 from preference_cases import batches_of, module_for
 from ranks import Refusal, each
+from safetensors.torch import save_file
 from tiny_models import sharpen, tiny_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -29,6 +31,7 @@ from lit_fused import (
     LinearCrossEntropyLoss,
     PolicyLoss,
     PreferenceLoss,
+    drafter_for,
 )
 from lit_fused.objectives.distillation import STORED, scores_to_store, teacher_head
 from lit_fused.parallel.collectives import objects_of_ranks
@@ -44,6 +47,16 @@ IMAGES = {  # of each row of four batches, of which two ranks get every other on
 def distilled() -> Case:
     loss = DistillationLoss("jsd", beta=0.3, temperature=2.0, cross_entropy_weight=0.5)
     return FusedDistillationModule(tiny_model(MODEL), loss, *TRAINED, teacher=other_model()), [rows(2, 1), rows(2, 2)]
+
+
+def drafted() -> Case:
+    with TemporaryDirectory() as folder:
+        other_model().config.save_pretrained(folder)  # The whole model's method writes on the first rank alone.
+        save_file(other_model().state_dict(), f"{folder}/model.safetensors", {"format": "pt"})
+        torch.manual_seed(0)
+        drafter = drafter_for(folder).train()
+    loss = DistillationLoss(hidden_weight=0.5)
+    return FusedDistillationModule(drafter, loss, *TRAINED, teacher=other_model()), [rows(2, 1), rows(2, 2)]
 
 
 def stored() -> Case:
@@ -164,6 +177,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "rloo": partial(policy_of, "rloo"),
     "ppo": partial(policy_of, "ppo"),
     "distilled": distilled,
+    "drafted": drafted,
     "stored": stored,
     "stored_hidden": stored_hidden,
     "frozen": frozen,

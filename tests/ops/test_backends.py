@@ -17,10 +17,9 @@ from lit_fused.heads import OutputHead
 from lit_fused.losses import LinearCrossEntropyLoss, shift_labels
 from lit_fused.ops import foreign, linear_cross_entropy_reference
 from lit_fused.ops.backends import backend_by_name, chunked, supported_options
-from lit_fused.ops.foreign import cce_torch_compile
 
 CPU = torch.device("cpu")
-COMPILED = {"torch_compile", "cce_torch_compile"}  # seconds each
+COMPILED = {"torch_compile"}  # seconds each
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "bias": {"bias": True},
@@ -36,7 +35,7 @@ def cases() -> list[Any]:
     """Every feature of every backend that runs on a CPU; those that compile are slow, and take features in float32."""
     found = []
     for backend, feature, precision in itertools.product(
-        ("chunked", "torch_native", "torch_compile", "cce_torch_compile"), FEATURES, ("float32", "bfloat16", "autocast")
+        ("chunked", "torch_native", "torch_compile"), FEATURES, ("float32", "bfloat16", "autocast")
     ):
         if backend in COMPILED and feature != "plain" and precision != "float32":
             continue
@@ -142,10 +141,7 @@ def test_errors_are_at_most_twice_those_of_the_upcast_standard(backend, feature,
     [
         "chunked",
         "torch_native",
-        *(
-            pytest.param(name, marks=(pytest.mark.slow, pytest.mark.needs_compiler))
-            for name in ("torch_compile", "cce")
-        ),
+        pytest.param("torch_compile", marks=(pytest.mark.slow, pytest.mark.needs_compiler)),
     ],
 )
 def test_all_labels_ignored_gives_zero_loss_and_zero_gradients_that_are_attached(backend, dtype):
@@ -174,27 +170,12 @@ def one_warning(function: Any) -> tuple[Any, str]:
     return result, messages[0]
 
 
-@pytest.mark.slow
-@pytest.mark.needs_compiler
-def test_cce_without_a_gpu_runs_the_packages_own_compiled_loss_with_one_warning():
+def test_cce_without_a_gpu_runs_chunked_with_one_warning_that_names_both():
     hidden, layer, labels = make(torch.float32, bias=False)
     loss = LinearCrossEntropyLoss("cce", layer)
-    assert not loss.builds_logits
     value, message = one_warning(lambda: [loss(hidden, labels) for _ in range(3)][-1])
     assert message.startswith("loss=cce needs a CUDA GPU of compute capability 8.0 (this run is on cpu); this run uses")
-    assert "uses cce_torch_compile instead" in message
-    assert "builds the logits" in message
-    assert loss.builds_logits
-    torch.testing.assert_close(value, reference(OutputHead(layer), hidden, labels))
-
-
-def test_cce_without_gpu_and_compiler_runs_chunked_with_one_warning_that_names_both(no_compiler):
-    hidden, layer, labels = make(torch.float32, bias=False)
-    loss = LinearCrossEntropyLoss("cce", layer)
-    value, message = one_warning(lambda: [loss(hidden, labels) for _ in range(3)][-1])
-    assert "loss=cce needs a CUDA GPU of compute capability 8.0" in message
-    assert "cce_torch_compile needs a C++ compiler for torch.compile on the CPU (install g++)" in message
-    assert "this run uses chunked instead: Our own exact head" in message
+    assert message.endswith("uses chunked instead")
     assert not loss.builds_logits
     assert torch.equal(value, LinearCrossEntropyLoss("chunked", layer)(hidden, labels))
 
@@ -235,7 +216,7 @@ def test_an_unknown_impl_is_answered_with_the_known_ones(name):
     with pytest.raises(UserError, match=f"impl='{name}' is unknown; choose one of") as refusal:
         LinearCrossEntropyLoss(name)
     listed = str(refusal.value).partition("one of ")[2].partition(", or name")[0].split(", ")
-    known = ["cce", "cce_torch_compile", "chunked", "liger", "torch_compile", "torch_native"]
+    known = ["cce", "chunked", "liger", "torch_compile", "torch_native"]
     assert sorted(listed) == sorted([*known, "auto", "pytorch"])
 
 
@@ -243,7 +224,7 @@ OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-4, "logits_budget_mib": 64.0, "r
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("name", ["chunked", "cce", "cce_torch_compile", "liger", "torch_native", "torch_compile"])
+@pytest.mark.parametrize("name", ["chunked", "cce", "liger", "torch_native", "torch_compile"])
 def test_an_option_that_a_backend_does_not_have_is_refused_by_name_when_it_is_configured(name, option):
     arguments = {option: OPTIONS[option]}
     if option in supported_options(backend_by_name(name)):
@@ -258,7 +239,6 @@ def test_an_option_that_a_backend_does_not_have_is_refused_by_name_when_it_is_co
     [
         ("torch_native", {"softcap": 30.0}, "softcap"),
         ("cce", {"bias": True}, "bias"),
-        ("cce_torch_compile", {"bias": True, "softcap": 30.0}, "bias"),
     ],
 )
 def test_a_head_that_a_backend_cannot_serve_is_refused_by_what_it_lacks(name, head, lacking):
@@ -288,20 +268,6 @@ def test_the_mean_over_a_long_half_precision_batch_is_not_rounded_to_three_digit
     truth = reference(OutputHead(copy.deepcopy(layer).double()), hidden.double(), labels)
     found = LinearCrossEntropyLoss(name, layer.bfloat16())(hidden, labels)
     assert error(found, truth) < torch.finfo(torch.bfloat16).eps / 20
-
-
-@pytest.mark.slow
-@pytest.mark.needs_compiler
-def test_the_stand_in_of_cce_serves_more_shapes_and_models_than_torch_compiles_by_default():
-    stand_in: Any = cce_torch_compile
-    shapes = list(itertools.product((16, 24), (0, 1, 5, 7), (True, False)))
-    assert len(shapes) > 8  # torch._dynamo.config.recompile_limit, with which one of them would fail
-    for width, valid, grad in shapes:
-        hidden, weight = (torch.randn(n, width, requires_grad=True) for n in (8, 50))
-        targets = torch.full((8,), -100)
-        targets[:valid] = 3
-        with torch.set_grad_enabled(grad):
-            assert stand_in(hidden, weight, targets).isfinite()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from head_cases import FEATURES, NAMES, choice, error, make, run, weights_of
+from kernels_of import kernels_of
 from ranks import Refusal, or_refusal
 from ranks import call as call_in_processes
 from torch import Tensor
@@ -34,6 +35,7 @@ class Call(NamedTuple):
     recompute: bool = False
     parts: tuple[tuple[int, int], ...] = TOKENS
     rows: int = 90  # of a block at least: several blocks, of which the last has no token of some ranks
+    kernels: str = ""  # the way whose Triton kernels run, in the interpreter
 
     @property
     def options(self) -> dict[str, Any]:
@@ -46,6 +48,14 @@ CALLS = [
     *(Call("token_weights", "float64", *way) for way in (("sum", True), ("none", False))),
     *(Call("everything", parts=parts, rows=rows) for parts in (TOKENS, OF_NONE) for rows in (90, 8192)),
     *(Call("everything", dtype, rows=rows) for dtype in ("float32", "bfloat16") for rows in (90, 8192)),
+]
+OF_KERNELS = [
+    *(Call("everything", "float32", "sum", recompute, rows=400, kernels="logits") for recompute in (False, True)),
+    *(
+        Call(feature, "float32", "sum", feature == "softcap", rows=400, kernels="hopper")
+        for feature in ("z_loss", "softcap")
+    ),
+    Call("bias", "float32", "none", rows=8192, kernels="narrow"),
 ]
 
 
@@ -77,7 +87,8 @@ def work(rank: int, folder: Path, calls: list[Call]) -> None:
         options = call.options | {"shard": shard, "recompute": call.recompute, "logits_budget_mib": 1e-6}
         if "token_weights" in options:
             options["token_weights"] = weights_of(inputs(call)[1])[mine]
-        results[call] = run(linear_cross_entropy, tensors, targets, grad, **options)
+        with kernels_of(call.kernels):
+            results[call] = run(linear_cross_entropy, tensors, targets, grad, **options)
     tokens_of_ranks.LEAST_ROWS = 90
     tensors, targets, _, mine = own(Call("bias"))
     hidden, weight, bias = leaves = [t.requires_grad_() for t in tensors]
@@ -86,6 +97,7 @@ def work(rank: int, folder: Path, calls: list[Call]) -> None:
     factors = numbers_like(700, 7)
     total = sum((getattr(scores, name) * factors[name][mine]).sum() for name in NAMES)
     gradients = torch.autograd.grad(total, leaves)  # type: ignore[arg-type]
+    invariant = token_scores(hidden.float(), weight.float(), targets, shard=shard, invariant=True)
     refused = [
         or_refusal(lambda: top_items(hidden, weight, 3, shard=shard)),
         or_refusal(lambda: filtered.linear_cross_entropy(hidden, weight, targets, shard=shard)),
@@ -94,6 +106,7 @@ def work(rank: int, folder: Path, calls: list[Call]) -> None:
         "results": results,
         "scores": ({n: getattr(scores, n).detach() for n in NAMES}, gradients),
         "refused": refused,
+        "invariant": invariant,
     }
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
@@ -107,14 +120,33 @@ def numbers_like(tokens: int, k: int) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    call_in_processes(work, len(ROWS), folder, CALLS, timeout=120)
+    return answers_of(CALLS, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def ranks_of_kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return answers_of(OF_KERNELS, tmp_path_factory.mktemp("ranks"))
+
+
+def answers_of(calls: list[Call], folder: Path) -> list[dict[str, Any]]:
+    call_in_processes(work, len(ROWS), folder, calls, timeout=120)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(len(ROWS))]
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: "-".join(map(str, call)))
 def test_each_rank_gets_the_sums_of_its_tokens_and_the_gradients_of_the_whole(call: Call, ranks):
+    check(call, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("call", OF_KERNELS, ids=lambda call: "-".join(map(str, call)))
+def test_so_does_it_by_the_kernels(call: Call, ranks_of_kernels):
+    check(call, ranks_of_kernels)
+
+
+def check(call: Call, ranks: list[dict[str, Any]]) -> None:
     tensors, targets, grad = inputs(call)
     wide = [t.detach().double() for t in tensors]
     wide_grad = None if grad is None else grad.double()
@@ -155,6 +187,15 @@ def test_each_rank_gets_the_token_scores_of_its_tokens(ranks):
         assert error(torch.cat([scores[name] for scores, _ in found]), getattr(expected, name).detach()) < 1e-12
     for gradients, exact in zip(zip(*(gradients for _, gradients in found), strict=True), truth, strict=True):
         assert error(torch.cat(gradients), exact) < 1e-12
+
+
+@pytest.mark.timeout(240)
+def test_invariant_scores_have_the_bits_of_one_process(ranks):
+    tensors, targets, _ = inputs(Call("bias"))
+    expected = token_scores(tensors[0].float(), tensors[1].float(), targets, invariant=True)
+    for name in ("log_prob", "lse", "entropy"):
+        found = torch.cat([getattr(rank["invariant"], name).detach() for rank in ranks])
+        assert torch.equal(found, getattr(expected, name).detach()), name
 
 
 def test_what_needs_the_same_tokens_on_all_ranks_is_refused(ranks):

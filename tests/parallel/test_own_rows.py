@@ -12,7 +12,9 @@ import torch.distributed as dist
 from lightning_helpers import loader, quiet_trainer
 from parallel_cases import Case, batches
 from parallel_fits import fit, judge, launch, resume
+from peft import LoraConfig, get_peft_model
 from ranks import Refusal, each
+from strategy_cases import assert_as_in_one_process
 from tiny_models import tiny_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -55,6 +57,15 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path):
         assert torch.equal(found["resumed"][name], weight), name
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_objectives_of_token_scores_train_as_in_one_process_and_a_teacher_beside_is_refused(tmp_path):
+    refused = "needs the output layer whole on each rank; choose gather_head=true"
+    trained = ("weighted", "policy_beside", "dpo_model", "kto_model", "stored")
+    cases = {case: {"fsdp2_rows": ""} for case in trained}
+    assert_as_in_one_process(tmp_path, cases | {"distilled": {"fsdp2_rows": refused}})
+
+
 class Largest(TorchDispatchMode):
     """Remembers the size of the largest tensor that an operation of this rank returns."""
 
@@ -94,13 +105,17 @@ def test_no_tensor_of_the_vocabulary_times_the_hidden_size_is_on_a_rank(tmp_path
 def fit_refused(case: tuple[Any, ...], folder: Path) -> None:
     sizes, model, loss = case
     strategy = FSDP2Strategy(*sizes, gather_head=False)
-    module = FusedCausalLMModule(tiny_model(model), LinearCrossEntropyLoss(loss))
+    backbone: Any = tiny_model(model)
+    if loss == "chunked" and sizes == (2, 1):
+        backbone = get_peft_model(backbone, LoraConfig(target_modules=["lm_head"]))
+    module = FusedCausalLMModule(backbone, LinearCrossEntropyLoss(loss))
     quiet_trainer(folder, accelerator="cpu", devices=2, strategy=strategy, max_epochs=1).fit(module, loader(batches()))
 
 
 def test_what_rows_of_the_output_layer_do_not_work_with_is_refused_and_says_what_to_choose(tmp_path):
     said = {
         ((1, 2), "llama", "chunked"): "as tensor parallelism does over some; choose one of them",
+        ((2, 1), "llama", "chunked"): "divides an nn.Linear and an nn.Embedding tied to it, got peft.*Linear; choose",
         ((2, 1), "llama", "torch_native"): "has no vocabulary-parallel form, .* choose gather_head=true",
     }
     for case, found in each(fit_refused, 2, said, tmp_path, timeout=80).items():

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from frozen_cases import MODEL, fitted, other_model, rows
 from lightning_helpers import loader, quiet_trainer
 from strategy_cases import TRAINED, assert_as_in_one_process
-from tiny_models import tiny_model
+from tiny_models import sharpen, tiny_model
 
-from lit_fused import CrossEntropyLoss, DistillationLoss, FusedDistillationModule
+from lit_fused import CrossEntropyLoss, DistillationLoss, FusedDistillationModule, TeacherHead, drafter_for
 from lit_fused.errors import UserError
 from lit_fused.models.load import from_config, materialize
 
@@ -56,6 +56,48 @@ def divergence(module: FusedDistillationModule, teacher: Any) -> float:
     return total
 
 
+def positions(starts: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(starts.shape[1]).expand_as(starts)
+    return places - places.where(starts, 0).cummax(1).values
+
+
+@pytest.mark.parametrize("way", ["beside", "stored", "packed"])
+def test_a_drafter_learns_from_its_targets_states_as_in_plain_torch(way, tmp_path):
+    target = sharpen(other_model(), 5.0)
+    target.save_pretrained(tmp_path / "target")
+    target, drafter = target.double(), drafter_for(tmp_path / "target").double()
+    before: Any = copy.deepcopy(drafter)
+    starts = torch.zeros(2, 10, dtype=torch.bool)
+    starts[:, 0] = starts[0, 4] = starts[1, 7] = True
+    starts &= (way == "packed") | (torch.arange(10) == 0)
+    batch, more = BATCHES[0], {}
+    apart: Any = {"position_ids": positions(starts), "use_cache": False}  # A cache would hide the documents.
+    whole = target(input_ids=batch["input_ids"], output_hidden_states=True, **apart)
+    if way == "stored":
+        more["teacher_hidden_states"] = whole.hidden_states[-1].detach()
+    elif way == "packed":
+        more["position_ids"] = positions(starts)
+    loss = DistillationLoss(hidden_weight=0.5)
+    module = FusedDistillationModule(drafter, loss, *TRAINED, teacher=None if way == "stored" else target)
+    if way == "stored":
+        loss.output_layer = TeacherHead(torch.empty(0), target.lm_head.weight.detach())
+    found = fitted(tmp_path, module, [batch | more], max_epochs=1).callback_metrics["train/loss"]
+
+    states = F.pad(whole.hidden_states[-1][:, :-1], (0, 0, 1, 0)).masked_fill(starts[..., None], 0).detach()
+    inputs = before.both(torch.cat([target.get_input_embeddings()(batch["input_ids"]), states], -1))
+    hidden_states = before.model(inputs_embeds=inputs, **apart).last_hidden_state
+    log_p, log_q = (logits[:, :-1].log_softmax(-1) for logits in (target.lm_head(hidden_states), whole.logits))
+    losses = F.kl_div(log_p, log_q.detach(), log_target=True, reduction="none").sum(-1)
+    distance = F.smooth_l1_loss(hidden_states, whole.hidden_states[-1].detach(), reduction="none").mean(-1)[:, :-1]
+    expected = (losses + 0.5 * distance)[batch["labels"][:, 1:] != -100].mean()
+    expected.backward()
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    for (name, old), new in zip(before.named_parameters(), drafter.parameters(), strict=True):
+        frozen = name in ("model.embed_tokens.weight", "lm_head.weight")
+        assert (old.grad is None, new.requires_grad) == (frozen, not frozen)
+        torch.testing.assert_close(new, old if frozen else old - 0.1 * old.grad, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_teacher_keeps_its_own_precision(dtype, tmp_path):
     teacher = other_model(dtype)
@@ -84,10 +126,10 @@ def test_both_models_without_weights_get_them(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["distilled", "stored", "stored_hidden"])
+@pytest.mark.parametrize("case", ["distilled", "drafted", "stored", "stored_hidden"])
 def test_two_processes_under_every_strategy_are_one(case, tmp_path):
     words = "strategy=pp divides one model, and a teacher model cannot run beside it; store its probabilities"
-    strategies = dict.fromkeys(("ddp", "fsdp2", "tp"), "") | {"pp": words if case == "distilled" else ""}
+    strategies = dict.fromkeys(("ddp", "fsdp2", "tp"), "") | {"pp": words if case in ("distilled", "drafted") else ""}
     assert_as_in_one_process(tmp_path, {case: strategies})
 
 
@@ -102,6 +144,8 @@ def test_what_does_not_fit_is_refused_with_a_sentence(tmp_path):
     larger = FusedDistillationModule(tiny_model(MODEL), teacher=tiny_model(MODEL, vocab_size=98))
     assert "the teacher's vocabulary has 98 entries and the student's 97" in refused(tmp_path, larger)
     assert "neither a teacher nor stored scores" in refused(tmp_path, FusedDistillationModule(tiny_model(MODEL)))
+    stateless = FusedDistillationModule(tiny_model(MODEL), DistillationLoss(hidden_weight=1.0))
+    assert "the student needs hidden states of its teacher; give teacher=" in refused(tmp_path, stateless)
     with pytest.raises(UserError, match="needs a DistillationLoss, got CrossEntropyLoss; choose loss=distillation"):
         FusedDistillationModule(tiny_model(MODEL), CrossEntropyLoss())  # type: ignore[arg-type]
     model = tiny_model(MODEL)
