@@ -6,8 +6,8 @@ LoRA on the output layer equals one linear layer of a slightly larger hidden siz
 
 so a fused loss of the concatenated operands gives the gradients of h, A and B by the chain rule. Dropout acts on the
 input of A alone and is the last random operation of the forward, as in PEFT: the same generator state gives the same
-mask. Each step copies [W, B] and computes a gradient of the frozen W for nothing: two tensors of W's size, and one of
-three products. Adapters on other layers cost nothing here.
+mask. Our own operators read the frozen W where it is, and compute no gradient of it; for other backends [W, B] is
+copied. Adapters on other layers cost nothing here.
 
 If PEFT trains some rows (``trainable_token_indices``, on an output layer tied to the embedding), they are written into
 a copy of the weight, which passes their gradient on.
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
+from lit_fused.ops.frozen_columns import FrozenColumns, with_frozen_columns
 
 
 def without_wrappers(backbone: nn.Module) -> nn.Module:
@@ -97,7 +98,8 @@ def why_not_plain_lora(layer: Any) -> str | None:
 
 def lora_operands(layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``[h, s A h]`` (..., D + ranks) and ``[W, B]`` (V, D + ranks) over the active adapters, zero-padded to a
-    multiple of eight columns, for fast matrix products on a GPU; the layer's own if adapters are merged or disabled."""
+    multiple of eight columns, for fast matrix products on a GPU; the layer's own if adapters are merged or disabled. A
+    W without a gradient is the frozen columns of B, (V, ranks)."""
     reason = why_not_plain_lora(layer)  # set_adapter() may have chosen another one since
     if reason is not None:
         raise UserError(f"the output layer {reason}; choose loss=standard")
@@ -107,16 +109,19 @@ def lora_operands(layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     adapters = [name for name in layer.active_adapters if name in layer.lora_A]
     if layer.disable_adapters or layer.merged or not adapters:
         return hidden_states, weight
-    features, weights = [hidden_states], [weight]
+    features, weights = [hidden_states], [weight] if weight.requires_grad else []
     for name in adapters:
         down, up = layer.lora_A[name], layer.lora_B[name]
         dropped = layer.lora_dropout[name](hidden_states.to(down.weight.dtype))
         features.append((down(dropped) * layer.scaling[name]).to(hidden_states.dtype))
         weights.append(up.weight.to(weight.dtype))
-    padding = -sum(w.shape[1] for w in weights) % 8
+    padding = -sum(x.shape[-1] for x in features) % 8
     features.append(hidden_states.new_zeros(*hidden_states.shape[:-1], padding))
     weights.append(weight.new_zeros(len(weight), padding))
-    return torch.cat(features, -1), torch.cat(weights, -1)
+    hidden_states, trained = torch.cat(features, -1), torch.cat(weights, -1)
+    if weight.requires_grad:
+        return hidden_states, trained
+    return hidden_states, with_frozen_columns(trained, FrozenColumns(weight.__getitem__, weight.shape[1], weight.dtype))
 
 
 def full_name(thing: Any) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lit_fused.heads.adapters import is_lora, lora_operands, trains_tokens, weight_with_trained_tokens
+from lit_fused.ops.frozen_columns import frozen_columns, whole_weight, with_frozen_columns
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
 _OWN_ROWS = "_has_own_rows"
@@ -60,17 +61,23 @@ class OutputHead:
     offset: tuple[nn.Module, str] | None = None
     is_by_position: bool = False
 
-    def operands(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def operands(self, hidden_states: Tensor, in_parts: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return hidden states (..., D'), weight (n_out, D') and bias (n_out,) or None.
 
         ``logits = softcap(scale * (hidden weight^T) + bias)``. With LoRA on the output layer, D' is D plus the
         adapter's rank; otherwise D' = D, and hidden states and weight are the layer's own. If the vocabulary is
         divided, weight and bias are this rank's rows, those of :attr:`shard`.
+
+        Args:
+            hidden_states: (..., D), the layer's input.
+            in_parts: leave frozen columns where they are: the weight is one of
+                :func:`lit_fused.ops.frozen_columns.with_frozen_columns`, which our own operators take.
         """
         hidden_states, weight = self._layer_operands(hidden_states)
         if self.n_out is not None or isinstance(weight, DTensor):
-            weight = self._own_rows(weight)
-        return hidden_states, weight, self._bias
+            frozen, weight = frozen_columns(weight), self._own_rows(weight)
+            weight = weight if frozen is None else with_frozen_columns(weight, frozen)
+        return hidden_states, weight if in_parts else whole_weight(weight), self._bias
 
     @property
     def shard(self) -> VocabularyShard | None:
@@ -103,7 +110,8 @@ class OutputHead:
         """Return the layer's output (..., V) of hidden states (..., D)."""
         if self.shard is not None:
             return self.layer(hidden_states)  # its hooks gather the ranks' outputs
-        return F.linear(*self._layer_operands(hidden_states), self._layer_bias)
+        hidden_states, weight = self._layer_operands(hidden_states)
+        return F.linear(hidden_states, whole_weight(weight), self._layer_bias)
 
     def transform(self, output: Tensor) -> Tensor:
         """Return the logits (..., n_out) that the model makes of its output layer's output (..., V)."""

@@ -191,9 +191,10 @@ class LinearCrossEntropyLoss(Loss):
         self, hidden_states: Tensor, targets: Tensor, head: Head, **more: Any
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the backend's summed loss (), which targets are valid (...), and its statistics."""
-        hidden_states, weight, bias = head.operands(hidden_states)
-        valid = check_inputs(hidden_states, weight, targets, bias, vocabulary=head.vocabulary)
         backend = self.backend_on(hidden_states.device)
+        in_parts = bool(backend_attribute(backend, "takes_frozen_columns"))
+        hidden_states, weight, bias = head.operands(hidden_states, in_parts)
+        valid = check_inputs(hidden_states, weight, targets, bias, vocabulary=head.vocabulary)
         options, supported = _head_options(head) | self.options | more, supported_options(backend)
         options |= {} if bias is None else {"bias": bias}
         if "scale" in options and "scale" not in supported:
@@ -279,7 +280,7 @@ def token_losses(model: Forward, batch: Batch) -> Tensor:
 def scores_of_targets(hidden_states: Tensor, head: Head, targets: Tensor, **options: Any) -> TokenScores:
     """Return the scores (...) of targets (...) at hidden states (..., D), without entropies: what evaluations, scores
     of texts and the references of preferences are made of."""
-    hidden_states, weight, bias = head.operands(hidden_states)
+    hidden_states, weight, bias = head.operands(hidden_states, in_parts=True)
     options |= {"bias": bias, "scale": head.scale, "softcap": head.softcap, "shard": head.shard}
     return token_scores(hidden_states, weight, targets, entropy=False, **options)
 

@@ -33,7 +33,8 @@ class Head(Protocol):
     def vocabulary(self) -> int: ...  # V, the number of logits per token
     @property
     def shard(self) -> VocabularyShard | None: ...  # this rank's entries, if ranks divide the vocabulary
-    def operands(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor | None]: ...  # h (..., D), W (V, D), b
+    # h (..., D), W (V, D), b; in parts, W may be one of ``ops.frozen_columns``.
+    def operands(self, hidden_states: Tensor, in_parts: bool = False) -> tuple[Tensor, Tensor, Tensor | None]: ...
     def logits(self, hidden_states: Tensor) -> Tensor: ...  # (..., V)
 
 

@@ -132,7 +132,7 @@ class DistillationLoss(ScoredLoss):
         return replace(found, aux_loss=aux_loss)
 
     def _beside(self, hidden_states: Tensor, targets: Tensor, head: Head, teacher: TeacherHead) -> LossOutput:
-        hidden_states, weight, bias = head.operands(hidden_states)
+        hidden_states, weight, bias = head.operands(hidden_states, in_parts=True)
         loss_sum, stats = linear_distillation(
             hidden_states,
             weight,

@@ -80,7 +80,7 @@ class ScoredLoss(LinearCrossEntropyLoss):
     ) -> TokenScores:
         """Return the scores (...) of targets (...) at hidden states (..., D), and of ``selected`` entries (..., K),
         under logits over a temperature (None: the loss's own), under a divided vocabulary as well."""
-        hidden_states, weight, bias = head.operands(hidden_states)
+        hidden_states, weight, bias = head.operands(hidden_states, in_parts=True)
         formula = at_temperature(head, bias, self.temperature if temperature is None else temperature)
         options = formula | self.options | {"shard": head.shard, "entropy": self.needs_entropy}
         return token_scores(hidden_states, weight, targets, selected=selected, **options)

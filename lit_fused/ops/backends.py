@@ -56,6 +56,7 @@ def chunked(
 
 
 chunked.options = {field.name for field in fields(LossOptions)}  # type: ignore[attr-defined]
+chunked.takes_frozen_columns = True  # type: ignore[attr-defined]
 
 
 def usable_backend(backend: Backend, device: torch.device) -> Backend:

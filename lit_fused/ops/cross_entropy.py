@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .first_derivatives import refuse_second_derivatives, without_second_derivatives
+from .frozen_columns import whole_weight
 from .hopper import hopper_path, narrow_path
 from .invariant.invariant_path import InvariantPath, tile_kernels
 from .kernel_path import Gradients, HeadCall, KernelPath, KnownRows, Rows
@@ -117,6 +118,7 @@ def linear_cross_entropy(
         chunk_size=chunk_size,
         invariant=invariant,
     )
+    weight = whole_weight(weight) if invariant else weight
     call = HeadCall.here(options, hidden_states, weight, bias, ignore_index, shard=shard)
     return loss_of(hidden_states, weight, bias, targets, token_weights, call)
 
@@ -136,7 +138,8 @@ def loss_of(
         call.shard.refuse_own_tokens("the filtered backward, as distillation from a teacher beside,")
     if token_weights is not None:
         check_token_weights(token_weights, hidden_states)
-    if call.shard is not None or call.path_of is not None:  # An operator cannot be given one.
+    # An operator cannot be given one of these.
+    if call.shard is not None or call.path_of is not None or call.frozen is not None:
         apply: Any = _apply_outside_of_a_graph
     else:  # A compiler cannot trace an autograd function of which no gradient is wanted.
         traceable = any(call.wanted) or not torch.compiler.is_compiling()
@@ -276,7 +279,8 @@ def exact_path(hidden_ND: Tensor, weight_VD: Tensor, call: HeadCall) -> KernelPa
     if call.options.invariant:
         fast = exact_path(hidden_ND, weight_VD, replace(call, options=replace(call.options, invariant=False)))
         return InvariantPath(tile_kernels(hidden_ND, call), fast)
-    if hidden_ND.is_cuda and len(hidden_ND) and hopper_path.supports(hidden_ND, weight_VD, call):
+    is_whole = call.frozen is None and len(hidden_ND) > 0
+    if is_whole and hidden_ND.is_cuda and hopper_path.supports(hidden_ND, weight_VD, call):
         return narrow_path.NarrowPath() if narrow_path.computes(hidden_ND, call) else hopper_path.HopperPath()
     return LogitsPath(row_kernels(hidden_ND))
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .frozen_columns import FrozenColumns, frozen_columns
 from .label_checks import IGNORE_INDEX, check_inputs
 from .options import LossOptions, budget_mib, chunk_rows, enough_rows
 from .vocabulary_parallel import VocabularyShard
@@ -48,6 +49,7 @@ class HeadCall:
         top1: whether results have the entry of each row's largest logit.
         path_of: chooses the path of hidden states (N, D) and weight (V, D) instead of the exact one.
         own_statistics: the names of the sums over tokens that this path adds.
+        frozen: the first columns of the weight, which is (V, R) then.
         padded_gradient: the weight's gradient gets a free row before it, for :func:`with_padded_gradient`.
         vocabulary: entries of all ranks together, over which label smoothing spreads.
         weight_dtype: of the weight as the caller has it; autocast casts it to ``compute_dtype``.
@@ -64,6 +66,7 @@ class HeadCall:
     top1: bool = False
     path_of: "ChoosePath | None" = None
     own_statistics: tuple[str, ...] = ()
+    frozen: FrozenColumns | None = None
     # ``Rows`` fills in the rest, in a copy.
     padded_gradient: bool = False
     vocabulary: int = 0
@@ -90,7 +93,7 @@ class HeadCall:
         wanted = Wanted(enabled and hidden_states.requires_grad, enabled and weight.requires_grad, enabled and has_bias)
         if options.invariant or (not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()):
             options = replace(options, recompute=True)  # torch.func runs every backward as if for a second derivative.
-        return cls(options, ignore_index, dtype, more.pop("wanted", wanted), **more)
+        return cls(options, ignore_index, dtype, more.pop("wanted", wanted), frozen=frozen_columns(weight), **more)
 
     def __post_init__(self) -> None:
         self.result_dtype = torch.promote_types(self.compute_dtype, torch.float32)  # of losses and sums over tokens
@@ -270,7 +273,7 @@ class Rows:
         call.vocabulary, call.weight_dtype = vocabulary, weight.dtype
         chosen, device = call.options.logits_budget_mib, hidden_states.device
         call.budget_mib = chosen or budget_mib(device, call.shard)
-        call.enough_rows = None if chosen else enough_rows(weight.shape[1], device)
+        call.enough_rows = None if chosen else enough_rows(hidden_states.shape[-1], device)
         # Kernels write to addresses that are multiples of 16 bytes.
         call.padded_gradient = hasattr(weight, _PADDED) and weight.shape[1] % 8 == 0
         hidden_ND = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
@@ -379,20 +382,6 @@ class GradientSums:
         for exchange in self.exchanges:
             exchange.wait()
         return Gradients(self.hidden_ND, self.weight_VD, self.bias_V)
-
-
-def write_chosen(gradient_CV: Tensor, columns_CK: Tensor, values_CK: Tensor) -> None:
-    """Write values into columns of each row, those outside excepted; a row's equal columns have equal values."""
-    width = gradient_CV.shape[1]
-    if not width or not columns_CK.shape[1]:
-        return
-    here_CK = (columns_CK >= 0) & (columns_CK < width)
-    # Those that are not here repeat the row's first one that is; a row without any rewrites what it has.
-    first_C1 = here_CK.int().argmax(1, keepdim=True)
-    columns_CK = columns_CK.where(here_CK, columns_CK.gather(1, first_C1)).where(here_CK.any(1, keepdim=True), 0)
-    values_CK = values_CK.where(here_CK, values_CK.gather(1, first_C1)).to(gradient_CV.dtype)
-    values_CK = values_CK.where(here_CK.any(1, keepdim=True), gradient_CV.gather(1, columns_CK))
-    gradient_CV.scatter_(1, columns_CK, values_CK)
 
 
 def own_columns(entries: Tensor, inputs: Inputs, call: HeadCall) -> Tensor:

@@ -6,6 +6,7 @@ None of them makes the host wait for a GPU: there, an assertion on the device st
 import torch
 from torch import Tensor
 
+from .frozen_columns import frozen_columns
 from .user_error import UserError, check_number
 
 IGNORE_INDEX = -100
@@ -59,7 +60,9 @@ def check_inputs(
     that do not fit each other, and return which targets are valid (...)."""
     alone = hidden_states.ndim == 1 and isinstance(targets, Tensor)  # one token without a batch
     targets = check_integers(targets[None])[0] if alone else check_integers(targets)
-    if weight.ndim != 2 or not hidden_states.ndim or hidden_states.shape[-1] != weight.shape[1]:
+    frozen = frozen_columns(weight)
+    width = weight.shape[-1] + (0 if frozen is None else frozen.width)
+    if weight.ndim != 2 or not hidden_states.ndim or hidden_states.shape[-1] != width:
         raise UserError(
             f"hidden states of shape {tuple(hidden_states.shape)} do not fit an output layer's weight of shape "
             f"{tuple(weight.shape)}: expected (..., D) and (V, D); pass the input of that very output layer"

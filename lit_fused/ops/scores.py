@@ -21,6 +21,7 @@ from torch import Tensor
 
 from . import cross_entropy
 from .first_derivatives import without_second_derivatives
+from .frozen_columns import whole_weight
 from .kernel_path import Chosen, HeadCall, KnownRows, LogitsGradient, Rows
 from .label_checks import IGNORE_INDEX, check_selected
 from .operators import empty_rows, gradient_shapes, one_graph_break, operator
@@ -96,8 +97,9 @@ def token_scores(
         chunk_size=chunk_size,
         invariant=invariant,
     )
+    weight = whole_weight(weight) if invariant else weight
     call = HeadCall.here(options, hidden_states, weight, bias, ignore_index, shard=shard, top1=True)
-    if shard is not None:
+    if shard is not None or call.frozen is not None:
         apply: Any = _apply_outside_of_a_graph
     else:  # A compiler cannot trace an autograd function of which no gradient is wanted.
         traceable = any(call.wanted) or not torch.compiler.is_compiling()

@@ -193,8 +193,8 @@ class DistilledPath(LogitsPath):
         row_bytes = padded(largest) * (ours.itemsize + theirs.itemsize)
         size = call.chunk_rows(tokens, row_bytes)
         everything = slice(0, tokens)
-        students = self._products(inputs.hidden_ND, ours, everything, size)
-        teachers = self._products(self.teacher.hidden_ND, theirs, everything, size)
+        students = self._products(inputs.hidden_ND, ours, everything, size, call.frozen)
+        teachers = self._products(self.teacher.hidden_ND, theirs, everything, size, self.teacher_call.frozen)
         for (rows, student_CV), (_, teacher_CV) in zip(students, teachers, strict=True):
             targets = inputs.targets_N[rows]
             student = Chunk(student_CV, targets, inputs.bias_V, call)

@@ -64,7 +64,7 @@ def heads_of(gpu: GPU, ledger: MemoryLedger) -> Iterator[None]:
     :class:`~lit_fused.LinearCrossEntropyLoss` allocates is entered as the output head's."""
 
     def exact_path(hidden_ND: Tensor, weight_VD: Tensor, call: HeadCall) -> KernelPath:
-        if gpu.capability[0] == 9 and hopper_path.computes(hidden_ND, call):
+        if call.frozen is None and gpu.capability[0] == 9 and hopper_path.computes(hidden_ND, call):
             narrow = narrow_path.computes(hidden_ND, call)
             return (narrow_path.NarrowPath if narrow else hopper_path.HopperPath)(NoKernels())
         return cross_entropy.LogitsPath(NoKernels())

@@ -13,6 +13,7 @@ import pytest
 import torch
 from composed import composed
 from hydra.utils import instantiate
+from largest_tensor import LargestTensor
 from lightning_helpers import loader, quiet_trainer
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import VOCABULARY, sharpen, tiny_batch, tiny_llama, tiny_model
@@ -120,6 +121,16 @@ def test_float32_adapters_on_a_bf16_model_are_as_exact_as_in_pefts_own_forward(d
     model = adapted(lora(lora_dropout=dropout), dtype=torch.bfloat16)
     assert model.get_base_model().lm_head.lora_A["default"].weight.dtype == torch.float32
     assert_exact(model)
+
+
+@pytest.mark.parametrize("loss", [LinearCrossEntropyLoss(), LinearCrossEntropyLoss(recompute=True)])
+def test_a_step_with_lora_on_the_output_layer_makes_no_tensor_of_the_weights_size(loss):
+    model = LanguageModel(adapted(vocab_size=4000), loss)
+    model.prepare(CPU)
+    batch = {name: value[:1, :8] for name, value in tiny_batch().items()}
+    with LargestTensor() as largest:
+        model(batch).loss.backward()
+    assert largest.numbers < 4000 * 16, largest.shape  # The weight is (4000, 32).
 
 
 def test_several_active_adapters_add_up_each_with_its_rank_scaling_and_dropout():

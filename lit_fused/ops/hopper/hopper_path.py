@@ -45,8 +45,8 @@ from ..kernel_path import (
     KnownRows,
     RowResults,
     own_columns,
-    write_chosen,
 )
+from ..logits.rows_torch import write_chosen
 from ..triton_available import kernels_can_be_built
 from ..vocabulary_parallel import VocabularyShard
 from .hopper_rows import GROUP_TILES, MAX_EXCESS, ExactRows, PartialSums, RowFactors, empty_float32

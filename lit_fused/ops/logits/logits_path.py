@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..frozen_columns import FrozenColumns
 from ..kernel_path import (
     ForwardResult,
     Gradients,
@@ -20,12 +21,11 @@ from ..kernel_path import (
     LogitsGradient,
     RowResults,
     own_columns,
-    write_chosen,
 )
 from ..options import chunks
 from ..products import Products, padded, with_aligned_rows
 from .rows_of_ranks import PartialRows, combine
-from .rows_torch import Chunk, logits_of_entries
+from .rows_torch import Chunk, logits_of_entries, logits_of_products, write_chosen
 
 
 class LogitsPath(KernelPath):
@@ -48,7 +48,7 @@ class LogitsPath(KernelPath):
         columns_N = own_columns(inputs.targets_N, inputs, call)
         rows = self._chunk_rows(len(hidden_ND), weight_VD, call)
         gradient = known.gradient or LogitsGradient.of_loss(known.lse_N, known.factor_N, call, known.nll_N)
-        for chunk, logits_CV in self._products(hidden_ND, weight_VD, slice(0, len(hidden_ND)), rows):
+        for chunk, logits_CV in self._products(hidden_ND, weight_VD, slice(0, len(hidden_ND)), rows, call.frozen):
             self.kernels.backward_rows(Chunk(logits_CV, columns_N[chunk], bias_V, call), gradient.at(chunk))
             if known.chosen is not None:
                 values_CK = call.options.scale * known.chosen.gradient_NK[chunk]
@@ -57,9 +57,23 @@ class LogitsPath(KernelPath):
         return sums.finish()
 
     def logits_of(self, entries_NK: Tensor, inputs: Inputs, call: HeadCall) -> Tensor:
+        if call.frozen is not None:
+            return self._logits_among_all(entries_NK, inputs, call)
         logits_NK = logits_of_entries(own_columns(entries_NK, inputs, call), inputs, call)
         if call.shard is not None:
             dist.all_reduce(logits_NK, group=call.shard.group)
+        return logits_NK
+
+    def _logits_among_all(self, entries_NK: Tensor, inputs: Inputs, call: HeadCall) -> Tensor:
+        """Return the logits of entries by computing all of a chunk, as rows of frozen columns are made in tiles."""
+        hidden_ND, weight_VD, bias_V, _ = inputs
+        logits_NK = hidden_ND.new_zeros(entries_NK.shape, dtype=call.result_dtype)
+        rows = self._chunk_rows(len(hidden_ND), weight_VD, call)
+        for chunk, products_CV in self._products(hidden_ND, weight_VD, slice(0, len(hidden_ND)), rows, call.frozen):
+            entries_CK = entries_NK[chunk].clamp(min=0)
+            bias_CK = None if bias_V is None else bias_V[entries_CK]
+            products_CK = products_CV.gather(1, entries_CK)
+            logits_NK[chunk] = logits_of_products(products_CK, bias_CK, call.options, call.result_dtype)
         return logits_NK
 
     def _chunk_rows(self, tokens: int, weight_VD: Tensor, call: HeadCall) -> int:
@@ -78,7 +92,8 @@ class LogitsPath(KernelPath):
     ) -> Iterator[tuple[slice, Tensor]]:
         """Write the results of each chunk, and yield its slice and the gradient (C, V) of its products."""
         hidden_ND, weight_VD, bias_V, targets_N = inputs
-        for rows_of_chunk, logits_CV in self._products(hidden_ND, weight_VD, slice(0, len(hidden_ND)), rows):
+        of = slice(0, len(hidden_ND))
+        for rows_of_chunk, logits_CV in self._products(hidden_ND, weight_VD, of, rows, call.frozen):
             chunk, of_chunk = Chunk(logits_CV, targets_N[rows_of_chunk], bias_V, call), results.of(rows_of_chunk)
             factor_C = None if factor_N is None else factor_N[rows_of_chunk]
             if call.shard is None:
@@ -100,12 +115,17 @@ class LogitsPath(KernelPath):
         if write_gradient:
             self.kernels.backward_rows(own, LogitsGradient.of_loss(results.lse, factor_C, chunk.call, results.nll))
 
-    def _products(self, hidden_ND: Tensor, weight_VD: Tensor, of: slice, rows: int) -> Iterator[tuple[slice, Tensor]]:
+    def _products(
+        self, hidden_ND: Tensor, weight_VD: Tensor, of: slice, rows: int, frozen: FrozenColumns | None = None
+    ) -> Iterator[tuple[slice, Tensor]]:
         """Yield (slice, products (C, V)) for some tokens; every chunk's products lie in the same memory."""
         buffer_CV = with_aligned_rows(hidden_ND, min(rows, of.stop - of.start), len(weight_VD))
         for chunk in chunks(of, len(buffer_CV)):
             products_CV = buffer_CV[: chunk.stop - chunk.start]
-            self.kernels.multiply(hidden_ND[chunk], weight_VD.T, products_CV)
+            if frozen is None:
+                self.kernels.multiply(hidden_ND[chunk], weight_VD.T, products_CV)
+            else:
+                frozen.multiply(self.kernels, hidden_ND[chunk], weight_VD, products_CV)
             yield chunk, products_CV
 
 
@@ -117,16 +137,20 @@ class LogitsSums(GradientSums):
         # float16 could overflow before they are scaled.
         rounded = call.options.float32_accumulation is False and call.compute_dtype == torch.bfloat16
         super().__init__(inputs, call, call.compute_dtype if rounded else call.result_dtype)
-        self.kernels = kernels
+        self.kernels, self.frozen = kernels, call.frozen
 
     def add(self, chunk: slice, dlogits_CV: Tensor) -> None:
         if self.hidden_ND is not None:
-            self.kernels.multiply(dlogits_CV, self.inputs.weight_VD, self.hidden_ND[chunk])
+            if self.frozen is None:
+                self.kernels.multiply(dlogits_CV, self.inputs.weight_VD, self.hidden_ND[chunk])
+            else:
+                self.frozen.hidden_gradient(self.kernels, dlogits_CV, self.inputs.weight_VD, self.hidden_ND[chunk])
             if self.group is not None:
                 self.exchange(self.hidden_ND[chunk])
         if self.weight_VD is not None:
             add = self.kernels.multiply_add if self.has_begun else self.kernels.multiply
-            add(dlogits_CV.T, self.inputs.hidden_ND[chunk], self.weight_VD)
+            trained = slice(0 if self.frozen is None else self.frozen.width, None)
+            add(dlogits_CV.T, self.inputs.hidden_ND[chunk, trained], self.weight_VD)
         self.has_begun = True
         if self.bias_V is not None:
             self.bias_V.add_(dlogits_CV.sum(0, dtype=self.bias_V.dtype))

@@ -149,6 +149,20 @@ def logits_of_entries(columns_NK: Tensor, inputs: Inputs, call: HeadCall) -> Ten
     return logits_NK
 
 
+def write_chosen(gradient_CV: Tensor, columns_CK: Tensor, values_CK: Tensor) -> None:
+    """Write values into columns of each row, those outside excepted; a row's equal columns have equal values."""
+    width = gradient_CV.shape[1]
+    if not width or not columns_CK.shape[1]:
+        return
+    here_CK = (columns_CK >= 0) & (columns_CK < width)
+    # Those that are not here repeat the row's first one that is; a row without any rewrites what it has.
+    first_C1 = here_CK.int().argmax(1, keepdim=True)
+    columns_CK = columns_CK.where(here_CK, columns_CK.gather(1, first_C1)).where(here_CK.any(1, keepdim=True), 0)
+    values_CK = values_CK.where(here_CK, values_CK.gather(1, first_C1)).to(gradient_CV.dtype)
+    values_CK = values_CK.where(here_CK.any(1, keepdim=True), gradient_CV.gather(1, columns_CK))
+    gradient_CV.scatter_(1, columns_CK, values_CK)
+
+
 def _mine(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return which targets are among these columns, and all targets as columns that exist."""
     return targets < width, targets.clamp(max=width - 1)
