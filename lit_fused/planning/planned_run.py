@@ -97,8 +97,9 @@ class Plan(PlannedStep):
         if self.device_gib is not None:
             lines.append(f"of {self.device_gib:.1f} GiB: {'fits' if self.fits else 'does not fit'}")
             if self.predict is not None:
-                lines.append(f"the largest batch: {self.largest_batch_size} rows of {self.sequence_length:,} tokens")
-                lines.append(f"the longest sequence: {self.longest_sequence:,} tokens in {self.batch_size} rows")
+                most, rows = (f"{n} row{'s' * (n != 1)}" for n in (self.largest_batch_size, self.batch_size))
+                lines.append(f"the largest batch: {most} of {self.sequence_length:,} tokens")
+                lines.append(f"the longest sequence: {self.longest_sequence:,} tokens in {rows}")
         return "\n".join(lines)
 
 

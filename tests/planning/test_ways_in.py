@@ -123,6 +123,13 @@ def test_the_largest_batch_and_the_longest_sequence_are_printed_and_the_next_one
     )
 
 
+def test_one_row_is_said_to_be_one_row():
+    sizes: Any = {"batch_size": 1, "sequence_length": 24, "memory_gib": 0.01}
+    said = str(lit_fused.plan(TrainingArguments(**ARGUMENTS), model(), **sizes))
+    assert "the largest batch: 0 rows of 24 tokens" in said
+    assert "the longest sequence: 0 tokens in 1 row" in said.splitlines()
+
+
 def test_a_trainer_of_trl_that_is_unknown_and_a_missing_length_are_refused():
     with pytest.raises(UserError, match=r"does not know what TRL's trainer of KTOConfig takes"):
         lit_fused.plan(KTOConfig(**ARGUMENTS), model())
