@@ -160,3 +160,18 @@ def test_no_tensor_has_the_size_of_the_frozen_columns(name):
         loss.backward()
     assert up.grad is not None
     assert largest.numbers < VOCABULARY * HIDDEN / 2, largest.shape
+
+
+def test_compiled_callers_give_the_same_numbers():
+    hidden, up, frozen = operands(3, made=True)
+    targets = torch.arange(TOKENS)
+
+    def loss() -> Tensor:
+        weight = with_frozen_columns(up * 1, frozen)
+        scores = token_scores(hidden, weight, targets)
+        return linear_cross_entropy(hidden, weight, targets)[0] - scores.log_prob.mean()
+
+    ways = loss, torch.compile(loss, backend="aot_eager")
+    expected, found = (torch.autograd.grad(way(), [hidden, up]) for way in ways)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
