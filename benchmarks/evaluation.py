@@ -70,7 +70,7 @@ def main() -> None:
     words = {str(index): index for index in range(model.config.vocab_size)}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "0")), eos_token="0")
     arguments: Any = {"pretrained": model, "tokenizer": tokenizer, "max_length": length}
-    kinds = {"hf": HFLM, "lit_fused": FusedHFLM}
+    kinds: dict[str, Any] = {"hf": HFLM, "lit_fused": FusedHFLM}
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (options.requests, length + 1), generator=generator).tolist()
     rows: list[dict[str, Any]] = []

@@ -98,8 +98,8 @@ def main() -> None:
     sizes: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1} if options.tiny else {}
     sizes |= TINY if options.tiny else QWEN | {"num_attention_heads": 16, "num_key_value_heads": 8}
     config = Qwen3Config(**sizes, num_hidden_layers=options.layers, tie_word_embeddings=True)
-    common: dict[str, Any] = {"max_steps": 3, "bf16": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
-    common |= {"logging_strategy": "no", "use_cpu": device.type == "cpu"}
+    common: dict[str, Any] = {"max_steps": 3, "bf16": True, "report_to": "none", "save_strategy": "no"}
+    common |= {"disable_tqdm": True, "logging_strategy": "no", "use_cpu": device.type == "cpu"}
     rows: list[dict[str, Any]] = []
     for name, (kind, tokens, of_case) in CASES.items():
         length = tokens // 32 if options.tiny else tokens
@@ -107,7 +107,8 @@ def main() -> None:
         row: dict[str, Any] = {"case": name}
         try:
             with tempfile.TemporaryDirectory() as folder:
-                arguments = kind(**{"output_dir": folder} | common | of_length | of_case)
+                settings: dict[str, Any] = {"output_dir": folder} | common | of_length | of_case
+                arguments = kind(**settings)
                 row |= case(arguments, lambda: AutoModelForCausalLM.from_config(config), length, device)
         except Exception as error:  # The other cases are worth running.
             traceback.print_exc()

@@ -126,12 +126,13 @@ def padded_rows(rows: Tensor, count: int) -> Tensor:
 def rows_of_ranks(own: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
     """Return the rows (n, ...) of one rank after the other, of which each has as many as ``sizes`` says."""
     most = max(sizes)
-    padded = padded_rows(own, most).contiguous()
-    found = padded.new_empty(len(sizes) * most, *own.shape[1:])
-    dist.all_gather_into_tensor(found, padded, group=group)
+    if not most:
+        return own
+    found = own.new_empty(len(sizes) * most, *own.shape[1:])
+    dist.all_gather_into_tensor(found, padded_rows(own, most).contiguous(), group=group)
     if min(sizes) == most:
         return found
-    return torch.cat([part[:size] for part, size in zip(found.split(most) if most else [], sizes, strict=bool(most))])
+    return torch.cat([part[:size] for part, size in zip(found.split(most), sizes, strict=True)])
 
 
 def _together(call: HeadCall) -> HeadCall:

@@ -39,8 +39,8 @@ from lit_fused.parallel.checkpoint import (
 )
 from lit_fused.parallel.collectives import local, objects_of_ranks
 
-WRITTEN = ["ddp-2", "fsdp2-2", "fsdp2-4", "tp-2"]
-RESUMED_BY_FOUR = ["fsdp2-2>fsdp2", "fsdp2-2>ddp", "ddp-2>fsdp2"]
+WRITTEN = ["ddp-2", "fsdp2-2", "fsdp2-4", "tp-2", "fsdp2_rows-2"]
+RESUMED_BY_FOUR = ["fsdp2-2>fsdp2", "fsdp2-2>ddp", "ddp-2>fsdp2", "fsdp2_rows-2>fsdp2", "fsdp2-2>fsdp2_rows"]
 RESUMED_BY_TWO = [
     "tp-2>fsdp2",
     "tp-2>ddp",
@@ -79,7 +79,7 @@ def go_on(item: str, folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.timeout(500)
 def test_a_run_goes_on_exactly_under_any_other_strategy_and_number_of_ranks(tmp_path):
     """Two epochs before the checkpoint and one after it are three at once in float64."""
-    each(write, 2, ["ddp", "fsdp2", "tp", "weights_of_ddp", "weights_of_fsdp2"], tmp_path)
+    each(write, 2, ["ddp", "fsdp2", "tp", "fsdp2_rows", "weights_of_ddp", "weights_of_fsdp2"], tmp_path)
     each(write, 4, ["fsdp2"], tmp_path)
     found = each(go_on, 4, RESUMED_BY_FOUR, tmp_path) | each(go_on, 2, [*RESUMED_BY_TWO, *REFUSED], tmp_path)
     for item, message in REFUSED.items():

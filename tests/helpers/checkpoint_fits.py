@@ -20,6 +20,7 @@ STRATEGIES: dict[str, Any] = {
     "auto": lambda: "auto",
     "ddp": ReplicatedStrategy,
     "fsdp2": lambda: FSDP2Strategy(RANKS, 1),
+    "fsdp2_rows": lambda: FSDP2Strategy(RANKS, 1, gather_head=False),
     "fsdp2_once": lambda: FSDP2Strategy(RANKS, 1, reduce_every_micro_batch=False),
     "tp": lambda: FSDP2Strategy(tensor_parallel_size=RANKS),
 }
