@@ -70,7 +70,7 @@ def main() -> None:
     words = {str(index): index for index in range(model.config.vocab_size)}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "0")), eos_token="0")
     arguments: Any = {"pretrained": model, "tokenizer": tokenizer, "max_length": length}
-    providers = {"hf": HFLM(**arguments), "lit_fused": FusedHFLM(**arguments)}
+    kinds: dict[str, Any] = {"hf": HFLM, "lit_fused": FusedHFLM}
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (options.requests, length + 1), generator=generator).tolist()
     rows: list[dict[str, Any]] = []
@@ -79,6 +79,7 @@ def main() -> None:
         with torch.inference_mode():
             _, _, gib = measured(lambda tokens=tokens: model.base_model(tokens, use_cache=False), device)
         print(f"batch {batch}: the backbone alone takes {gib:.2f} GiB", flush=True)
+        providers = {name: kind(batch_size=batch, **arguments) for name, kind in kinds.items()}
         for kind, scored in KINDS.items():
             cut = 1 if scored is None else length + 1 - scored
             requests: Any = [((str(row), ""), row[:cut], row[cut:]) for row in ids]
@@ -87,8 +88,8 @@ def main() -> None:
                 row: dict[str, Any] = {"kind": kind, "batch": batch, "model": name, "backbone_gib": gib}
                 rows.append(row)
 
-                def run(provider: Any = provider, requests: Any = requests, batch: int = batch) -> list[float]:
-                    found = provider._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=batch)
+                def run(provider: Any = provider, requests: Any = requests) -> list[float]:
+                    found = provider._loglikelihood_tokens(requests, disable_tqdm=True)
                     return [log_likelihood for log_likelihood, _ in found]
 
                 try:

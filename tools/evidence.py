@@ -87,6 +87,7 @@ def head() -> str:
     """Return the page of the loss alone, forward and backward, on a GPU."""
     runs, trained, other = stored("head"), stored("trained_head"), stored("other_paths")
     odd_run, tail_run, sizes_run = stored("head_odd"), stored("head_tail"), stored("chunk_rows")
+    peers = {"trained": stored("head_peers"), "long tail": stored("head_peers_tail")}
     odd = {name: by_name(rows) for name, rows in odd_run["shapes"].items()}
     catalogues, scale = stored("catalogues"), stored("items_scale")
     shapes = {name: by_name(rows) for name, rows in (runs["shapes"] | catalogues["shapes"]).items()}
@@ -139,6 +140,19 @@ def head() -> str:
                 for name, of in ((name, by_name(rows)) for name, rows in tail_run["shapes"].items())
             ],
         ),
+        "## Beside TRL's head, on both inputs\n",
+        "One run for each kind of inputs; time and memory, then the errors of dh and dW.\n",
+        table(
+            ["N, D, V", "inputs", "chunked", "", "torch.compile", "cce", "", "TRL 1.16", ""],
+            [
+                [
+                    *(SHAPES[name], inputs, cost(of["chunked"]), errors(of["chunked"]), cost(of["torch_compile"])),
+                    *(cost(of["cce"]), errors(of["cce"]), cost(of["trl"]), errors(of["trl"])),
+                ]
+                for inputs, run in peers.items()
+                for name, of in ((name, by_name(rows)) for name, rows in run["shapes"].items())
+            ],
+        ),
         "## Rows of a chunk\n",
         "ms of forward and backward with `chunk_size=`, by a bare loop that is not kept; one size twice differed by "
         "1 to 3 %, once by 27 %. By default a chunk has 2816 rows, or 2^22 / D if that is more, and at most half of "
@@ -181,7 +195,7 @@ def head() -> str:
         ),
         "The sampled softmax is another loss. cut-cross-entropy's gradients are refused as wrong at a million items.\n",
         "![Time and memory over the size of the catalogue](items_scale.png)\n",
-        commands=[x["command"] for x in (runs, odd_run, tail_run, catalogues, trained, other, scale)],
+        commands=[x["command"] for x in (runs, odd_run, tail_run, *peers.values(), catalogues, trained, other, scale)],
     )
 
 
@@ -247,7 +261,7 @@ def run_time(seeds: dict[int, dict[str, Any]]) -> str:
 
 def token_scores() -> str:
     """Return the page of scores of tokens."""
-    found = stored("token_scores")
+    found, bits = stored("token_scores"), stored("token_scores_invariant")
     rows = []
     for shape, heads in found["shapes"].items():
         for row in heads:
@@ -262,10 +276,28 @@ def token_scores() -> str:
         f"{about(found['machine'])} trl 1.16.0. bfloat16, forward and backward of `sum(weight * log_prob)`; errors of "
         'dh and dW against float64. *Loss per token*: `linear_cross_entropy(reduction="none")`.',
         table(["N, D, V", "", "ms", "forward, ms", "extra MiB", "errors"], rows),
+        "## The same bits in any batch\n",
+        "Another run: `invariant=True` beside the fast path. ms, forward alone, errors of dh and dW.\n",
+        table(
+            ["N, D, V", "entropy", "fast", "", "", "invariant", "", ""],
+            [
+                [SHAPES[shape], "yes" if entropy else "no"]
+                + [
+                    cell
+                    for row in (of["token_scores" + entropy], of["token_scores" + entropy + ", invariant"])
+                    for cell in (number(row["ms"], ".2f"), number(row["forward_ms"], ".2f"), errors(row))
+                ]
+                for shape, of in ((shape, by_name(heads)) for shape, heads in bits["shapes"].items())
+                for entropy in ("", ", entropy")
+            ],
+        ),
         commands=[
             'python benchmarks/token_scores.py --turns 2 --out docs/evidence/token_scores --providers "loss per token" '
             'token_scores "token_scores, entropy" "token_scores, entropy, 64 selected" "liger, CuTe" '
-            '"liger, CuTe, entropy" trl "trl, entropy"'
+            '"liger, CuTe, entropy" trl "trl, entropy"',
+            "python benchmarks/token_scores.py --turns 2 --out docs/evidence/token_scores_invariant --shapes "
+            'llama3_8b gemma2_2b qwen3_0_6b qwen3_1_7b --providers token_scores "token_scores, invariant" '
+            '"token_scores, entropy" "token_scores, entropy, invariant"',
         ],
     )
 

@@ -121,9 +121,10 @@ def _scores_of_batch(
     """Return indices and scores of texts, each with its row, the row's length, its index and its tokens."""
     hidden_states, head, _ = language.hidden_states(inputs)
     lengths = [len(text) for *_, text in scored]
-    places = [(row, position) for row, end, _, text in scored for position in range(end - len(text), end)]
-    rows_N, positions_N = torch.tensor(places, device=hidden_states.device).T
-    targets_N = torch.tensor([token for *_, text in scored for token in text], device=hidden_states.device)
+    rows_N = torch.tensor([row for row, *_ in scored]).repeat_interleave(torch.tensor(lengths))
+    positions_N = torch.cat([torch.arange(end - len(text), end) for _, end, _, text in scored])
+    targets_N = torch.cat([torch.tensor(text) for *_, text in scored])
+    rows_N, positions_N, targets_N = torch.stack([rows_N, positions_N, targets_N]).to(hidden_states.device)
     found = scores_of_targets(hidden_states[rows_N, positions_N], head, targets_N)
     log_probs = found.log_prob.cpu().split(lengths)
     is_greedy = (found.top1 == targets_N).cpu().split(lengths)

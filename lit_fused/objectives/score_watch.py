@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lit_fused.errors import UserError
 from lit_fused.objectives import score_causes
 from lit_fused.objectives.policy import kl_estimate
 from lit_fused.objectives.score_causes import MASK, NONE, SHIFT, TOKENIZER, UNKNOWN, Finding, OutputLayer, Sample
@@ -99,7 +100,18 @@ def compare_scores(
         targets: (B, T), what each position predicts.
         temperature: that divides the policy's logits.
         dtype: that the policy computes in; None: that of the hidden states, or of autocast.
+
+    Raises:
+        UserError: hidden states, targets, scores or a mask of other positions than ``ours``.
     """
+    states = None if hidden_states is None else hidden_states[..., 0]
+    numbered = {"samplers": samplers, "mask": mask, "hidden_states": states, "targets": targets}
+    for name, given in numbered.items():
+        if given is not None and given.shape != ours.shape:
+            raise UserError(
+                f"{name} must be of the same positions as ours, {tuple(ours.shape)}, got {tuple(given.shape)}; of T "
+                "tokens T - 1 are predicted, from hidden_states[:, :-1]"
+            )
     ours, samplers = ours.float(), samplers.to(ours.device).float()
     # A log-probability of exactly zero, or none at all, is what a mask leaves behind.
     filled = mask & (~samplers.isfinite() | (samplers >= 0)) & (ours < -1e-3)

@@ -32,7 +32,7 @@ from score_faults import (
     temperature,
 )
 
-from lit_fused import FusedPolicyModule, LanguageModel, PolicyLoss, compare_scores
+from lit_fused import FusedPolicyModule, LanguageModel, PolicyLoss, UserError, compare_scores, token_scores
 from lit_fused.objectives.score_watch import ScoreReport
 
 Make = Any
@@ -231,6 +231,18 @@ def test_other_weights_are_said_to_move_similar_tokens_alike_only_where_they_do(
     report = report_of(Fault("", "", "llama", 1500, lambda _: (model, batch_of(ids, samplers))))
     assert report.cause == "weights"
     assert ("alike" in report.words) == (report.explained >= 0.15), report
+
+
+@pytest.mark.parametrize("whole", ["samplers", "mask", "hidden_states", "targets"])
+def test_hidden_states_targets_and_scores_of_other_positions_are_refused(whole: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden_states, weight = torch.randn(4, 20, 16, generator=generator), torch.randn(60, 16, generator=generator)
+    targets = torch.randint(60, (4, 20), generator=generator)
+    ours = token_scores(hidden_states, weight, targets).log_prob
+    of_all = {"samplers": ours, "mask": targets >= 0, "hidden_states": hidden_states, "targets": targets}
+    given: Any = {name: each if name == whole else each[:, :-1] for name, each in of_all.items()}
+    with pytest.raises(UserError, match=rf"{whole} must be of the same positions as ours, \(4, 19\), got \(4, 20\)"):
+        compare_scores(ours[:, :-1], given.pop("samplers"), given.pop("mask"), weight=weight, **given)
 
 
 class Sampled(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
