@@ -542,7 +542,7 @@ def table(rows: list[Row]) -> list[str]:
 
 def machine(device: torch.device) -> dict[str, str]:
     found = {}
-    for package in ("torch", "triton", "cut-cross-entropy", "liger-kernel", "quack-kernels", "trl"):
+    for package in ("torch", "triton", "cut-cross-entropy", "liger-kernel", "quack-kernels", "trl", "verl"):
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()

@@ -3,9 +3,19 @@
     python benchmarks/token_scores.py --out docs/evidence/token_scores
     python benchmarks/token_scores.py --device cpu --shapes tiny
 
+A policy's rollouts, 32k tokens and 152k entries, beside TRL's and verl's own. The largest row, of whole logits with
+entropy, takes 93 GiB:
+
+    pip install "trl>=1.16" liger-kernel && pip install --no-deps verl
+    python benchmarks/token_scores.py --out docs/evidence/token_scores_rollouts \
+        --shapes "rollouts, D=1024" "rollouts, D=2048" --providers token_scores "token_scores, entropy" trl \
+        "trl, entropy" "verl, chunks, entropy" "verl, Triton, entropy" "liger, CuTe, entropy" \
+        "compiled chunks, entropy" "logits, entropy"
+
 The objective is a policy gradient: each token's log-probability times a number of its own, and with "entropy" also its
 entropy times another, and with "selected" the mean of 64 entries' log-probabilities. Turns and times are those of
-linear_cross_entropy.py. The products are the four of a head that recomputes its logits.
+linear_cross_entropy.py. The products are the four of a head that recomputes its logits. verl's functions always compute
+the entropy. Their files are loaded without verl's ``__init__``, which would need ray, tensordict and others.
 """
 
 import argparse
@@ -13,14 +23,18 @@ import gc
 import json
 import random
 import statistics
+import sys
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from linear_cross_entropy import SHAPES, Bench, gradient, inputs, machine, relative_error
+from linear_cross_entropy import SHAPES, Bench, gradient, inputs, machine, relative_error, why_not
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -76,6 +90,27 @@ def trl(parts: str, hidden: Tensor, weight: Tensor, targets: Tensor, selected: T
     return found[0], found[1], None
 
 
+def of_verl(name: str) -> Any:
+    """Return a module of the installed verl, whose packages above it are empty but for their folders."""
+    if "verl" not in sys.modules:
+        spec = find_spec("verl")
+        if spec is None or not spec.submodule_search_locations:
+            raise ImportError("verl is not installed; pip install --no-deps verl")
+        folder = Path(spec.submodule_search_locations[0])
+        for package in ("verl", "verl.utils", "verl.utils.kernel", "verl.utils.experimental"):
+            empty = sys.modules[package] = ModuleType(package)
+            empty.__path__ = [str(folder.joinpath(*package.split(".")[1:]))]
+    return import_module(f"verl.utils.{name}")
+
+
+def verl_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, selected: Tensor) -> Any:
+    return *of_verl("experimental.torch_functional").FusedLinearForPPO()(hidden, weight, targets), None
+
+
+def verl_triton(hidden: Tensor, weight: Tensor, targets: Tensor, selected: Tensor) -> Any:
+    return *of_verl("kernel.linear_cross_entropy").linear_cross_entropy(hidden, weight, targets), None
+
+
 PROVIDERS: dict[str, tuple[str, Scores]] = {
     "loss per token": ("log_prob", loss_per_token),
     "token_scores": ("log_prob", partial(ours, "log_prob")),
@@ -88,6 +123,8 @@ PROVIDERS: dict[str, tuple[str, Scores]] = {
     "liger, CuTe, entropy": ("log_prob entropy", partial(liger_cute, "log_prob entropy")),
     "trl": ("log_prob", partial(trl, "log_prob")),
     "trl, entropy": ("log_prob entropy", partial(trl, "log_prob entropy")),
+    "verl, chunks, entropy": ("log_prob entropy", verl_chunks),
+    "verl, Triton, entropy": ("log_prob entropy", verl_triton),
     "logits": ("log_prob", partial(whole, "log_prob")),
     "logits, entropy": ("log_prob entropy", partial(whole, "log_prob entropy")),
     "compiled chunks": ("log_prob", partial(in_chunks, "log_prob")),
@@ -140,6 +177,7 @@ def products(bench: Bench) -> Callable[[], None]:
 
 def measure(name: str, device: torch.device, providers: list[str], turns: int) -> list[dict[str, Any]]:
     bench = Bench(*inputs(SHAPES[name], device))
+    tokens, hidden_size = bench.hidden.shape
     generator = torch.Generator(device).manual_seed(1)
     weights = torch.randn(3, len(bench.targets), device=device, generator=generator)
     vocabulary = len(bench.weight)
@@ -165,8 +203,8 @@ def measure(name: str, device: torch.device, providers: list[str], turns: int) -
                 bench.hidden.grad = bench.weight.grad = None
                 row["extra_mib"] = bench._extra(partial(bench.step, loss))[0]
             work[provider] = partial(bench.step, loss), partial(bench.forward, loss)
-        except (ImportError, RuntimeError, TypeError, ValueError) as problem:
-            row["note"] = f"cannot run: {str(problem).strip().splitlines()[0][:100]}"
+        except (AssertionError, ImportError, RuntimeError, TypeError, ValueError) as problem:
+            row["note"] = why_not(problem)
         bench.hidden.grad = bench.weight.grad = None
     exact.clear()
     gc.collect()
@@ -184,8 +222,8 @@ def measure(name: str, device: torch.device, providers: list[str], turns: int) -
                 of_kind += bench.time(kind)
     for row in order:
         row["ms"], row["forward_ms"] = (statistics.median(t) for t in times[row["provider"]])
+        row["tokens_per_sec"] = 1e3 * tokens / row["ms"]
     del base["forward_ms"]
-    tokens, hidden_size = bench.hidden.shape
     print(f"\n{name} (N, D, V) = ({tokens}, {hidden_size}, {vocabulary})", *table(rows), sep="\n", flush=True)
     return rows
 
@@ -194,22 +232,28 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     def cell(row: dict[str, Any], key: str, form: str) -> str:
         return format(row[key], form) if key in row else ""
 
-    columns = {"ms": ".2f", "forward_ms": ".2f", "extra_mib": ".0f", "hidden_error": ".1e", "weight_error": ".1e"}
-    lines = ["| | ms | forward ms | extra MiB | dh error | dW error |", "|---|---:|---:|---:|---:|---:|"]
+    columns = {"ms": ".2f", "tokens_per_sec": ",.0f", "forward_ms": ".2f", "extra_gib": ".2f"}
+    columns |= {"hidden_error": ".1e", "weight_error": ".1e"}
+    lines = [
+        "| | ms | tokens/s | forward ms | extra GiB | dh error | dW error |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
     for row in rows:
+        if "extra_mib" in row:
+            row = {**row, "extra_gib": row["extra_mib"] / 1024}
         cells = [cell(row, key, form) for key, form in columns.items()]
         lines.append(f"| {row['provider']} | {' | '.join(cells)} |" + (f" {row['note']}" if "note" in row else ""))
     return lines
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> dict[str, list[dict[str, Any]]]:
     parser = argparse.ArgumentParser(description="Token scores side by side.")
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=OF_SHAPES)
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, help="write NAME.json and NAME.tables.md")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     device = torch.device(options.device)
     print(about := machine(device))
     found = {}
@@ -222,6 +266,7 @@ def main() -> None:
         options.out.with_suffix(".json").write_text(json.dumps({"machine": about, "shapes": found}, indent=1))
         lines = [line for name, rows in found.items() for line in ("", f"**{name}** {SHAPES[name]}", "", *table(rows))]
         options.out.with_suffix(".tables.md").write_text("\n".join(lines) + "\n")
+    return found
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import items
 import items_quality
 import linear_cross_entropy as benchmark
 import planned_lengths
+import token_scores as scores_benchmark
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TINY = ["--device", "cpu", "--shapes", "tiny", "--turns", "1"]
@@ -64,6 +65,45 @@ def test_a_provider_with_a_wrong_result_is_named_and_not_timed(monkeypatch, caps
         assert rows[provider].ms is None
         assert note in printed
     assert rows["standard"].ms is not None
+
+
+@pytest.fixture
+def installed_verl(tmp_path, monkeypatch):
+    """A package of verl's layout that cannot be imported as a whole; its chunks are ours."""
+    kernel = tmp_path / "verl" / "utils" / "kernel"
+    experimental = tmp_path / "verl" / "utils" / "experimental"
+    for folder in (kernel, experimental):
+        folder.mkdir(parents=True)
+    for folder in (tmp_path / "verl", tmp_path / "verl" / "utils"):
+        (folder / "__init__.py").write_text("import a_package_that_nobody_has")
+    (kernel / "linear_cross_entropy.py").write_text(
+        "from verl.utils.kernel import kernels\ndef linear_cross_entropy(*tensors):\n    assert kernels.ON_GPU"
+    )
+    (kernel / "kernels.py").write_text("ON_GPU = False")
+    (experimental / "torch_functional.py").write_text(
+        "from lit_fused.ops import token_scores\n"
+        "class FusedLinearForPPO:\n"
+        "    def __call__(self, *tensors):\n"
+        "        scores = token_scores(*tensors, entropy=True)\n"
+        "        return scores.log_prob, scores.entropy\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    before = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "verl"}
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "verl"]:
+        del sys.modules[name]
+    sys.modules.update(before)
+
+
+def test_scores_of_a_policy_are_judged_beside_verls_files_without_its_dependencies(installed_verl, capsys):
+    providers = ["token_scores, entropy", "verl, chunks, entropy", "verl, Triton, entropy"]
+    rows = {row["provider"]: row for row in scores_benchmark.main([*TINY, "--providers", *providers])["tiny"]}
+    ours, chunks, kernels = (rows[name] for name in providers)
+    assert ours["tokens_per_sec"] == pytest.approx(512e3 / ours["ms"])
+    assert chunks["weight_error"] == ours["weight_error"] < 0.01
+    assert kernels["note"] == "cannot run: AssertionError"
+    assert kernels["note"] in capsys.readouterr().out
+    assert "ms" not in kernels
 
 
 @pytest.fixture
