@@ -66,7 +66,8 @@ def score(
             model's own logits.
     """
 
-    texts, contexts = ([given] if isinstance(given, str) else given for given in (texts, contexts))
+    texts = [texts] if isinstance(texts, str) else texts
+    contexts = [contexts] if isinstance(contexts, str) else contexts
 
     def ids_of(text: Any) -> list[int]:
         return list(text if tokenizer is None else tokenizer(text)["input_ids"])
