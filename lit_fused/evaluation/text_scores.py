@@ -43,8 +43,8 @@ class TextScore(NamedTuple):
 def score(
     model: nn.Module,
     tokenizer: Any,
-    texts: Sequence[Any],
-    contexts: Sequence[Any] | None = None,
+    texts: str | Sequence[Any],
+    contexts: str | Sequence[Any] | None = None,
     *,
     batch_size: int = 8,
 ) -> list[TextScore]:
@@ -57,7 +57,7 @@ def score(
         model: a causal language model, as :class:`lit_fused.FusedCausalLMModule` takes it. It is evaluated, and left
             in the mode in which it was.
         tokenizer: of transformers; or None: texts and contexts are lists of token ids.
-        texts: strings.
+        texts: strings, or one.
         contexts: what stands before each text, and is not scored itself. Text and context are tokenized together.
         batch_size: rows of a forward pass. Rows of similar lengths run together.
 
@@ -65,6 +65,9 @@ def score(
         UserError: a model whose logits are none that a fused loss reproduces. The first batch is compared with the
             model's own logits.
     """
+
+    texts = [texts] if isinstance(texts, str) else texts
+    contexts = [contexts] if isinstance(contexts, str) else contexts
 
     def ids_of(text: Any) -> list[int]:
         return list(text if tokenizer is None else tokenizer(text)["input_ids"])

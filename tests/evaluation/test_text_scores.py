@@ -146,6 +146,8 @@ def test_strings_are_scored_as_their_tokens_and_special_tokens_are_no_trap():
     model = sharpen(tiny_model("llama"))
     [plain] = lit_fused.score(model, words(), ["w5 w6 w7"])
     check(plain, expected(model, [5], [6, 7]), 1e-5)
+    [alone] = lit_fused.score(model, words(), "w5 w6 w7")  # not a text of each character
+    check(alone, expected(model, [5], [6, 7]), 1e-5)
     [started] = lit_fused.score(model, words(single="w1 $A"), ["w5 w6 w7"])
     check(started, expected(model, [1], [5, 6, 7]), 1e-5)
     [after] = lit_fused.score(model, words(), [" w7 w8"], ["w5 w6"])
