@@ -25,7 +25,7 @@ import random
 import statistics
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,13 +34,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from linear_cross_entropy import SHAPES, Bench, gradient, inputs, machine, relative_error, why_not
+from linear_cross_entropy import SHAPES, Bench, Loss, gradient, inputs, machine, relative_error, why_not
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lit_fused.ops import linear_cross_entropy, token_scores, token_scores_reference
 
 Scores = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None, Tensor | None]]
+Work = tuple[Callable[[], object], Callable[[], object]]  # forward and backward, and forward alone
 OF_SHAPES = ["llama3_8b", "gemma2_2b", "qwen3_0_6b", "qwen3_1_7b", "rollouts, D=1024", "rollouts, D=2048"]
 SELECTED = 64
 LARGEST_ERROR = 0.1  # of a gradient: some twenty times what rounded logits have
@@ -175,39 +176,35 @@ def products(bench: Bench) -> Callable[[], None]:
     return step
 
 
-def measure(name: str, device: torch.device, providers: list[str], turns: int) -> list[dict[str, Any]]:
-    bench = Bench(*inputs(SHAPES[name], device))
-    tokens, hidden_size = bench.hidden.shape
-    generator = torch.Generator(device).manual_seed(1)
-    weights = torch.randn(3, len(bench.targets), device=device, generator=generator)
-    vocabulary = len(bench.weight)
-    selected = torch.randint(vocabulary, (len(bench.targets), SELECTED), device=device, generator=generator)
+def judge(
+    bench: Bench, losses: dict[str, Loss], exact: Callable[[str], tuple[Tensor, Tensor]]
+) -> tuple[list[dict[str, Any]], dict[str, Work]]:
+    """Return a row for each loss with its errors and its memory, and the work to be timed of those that are right."""
     rows: list[dict[str, Any]] = []
-    work: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {}
-    exact: dict[str, tuple[Tensor, Tensor]] = {}
-    for provider in providers:
-        parts, scores = PROVIDERS[provider]
+    work: dict[str, Work] = {}
+    for provider, loss in losses.items():
         row: dict[str, Any] = {"provider": provider}
         rows.append(row)
-        loss = objective(scores, weights, selected)
         try:
-            if parts not in exact:
-                exact[parts] = truth(parts, bench, weights, selected)
+            d_hidden, d_weight = exact(provider)
             bench.step(loss)
-            row["hidden_error"] = relative_error(gradient(bench.hidden), exact[parts][0])
-            row["weight_error"] = relative_error(gradient(bench.weight), exact[parts][1])
+            row["hidden_error"] = relative_error(gradient(bench.hidden), d_hidden)
+            row["weight_error"] = relative_error(gradient(bench.weight), d_weight)
             if not max(row["hidden_error"], row["weight_error"]) <= LARGEST_ERROR:
                 row["note"] = "wrong gradients"
                 continue
-            if device.type == "cuda":
+            if bench.device.type == "cuda":
                 bench.hidden.grad = bench.weight.grad = None
                 row["extra_mib"] = bench._extra(partial(bench.step, loss))[0]
             work[provider] = partial(bench.step, loss), partial(bench.forward, loss)
         except (AssertionError, ImportError, RuntimeError, TypeError, ValueError) as problem:
             row["note"] = why_not(problem)
         bench.hidden.grad = bench.weight.grad = None
-    exact.clear()
-    gc.collect()
+    return rows, work
+
+
+def take_turns(bench: Bench, rows: list[dict[str, Any]], work: dict[str, Work], turns: int) -> None:
+    """Time the work of the rows, and of the products alone in a row before them."""
     base = {"provider": "the four products alone"}
     rows.insert(0, base)
     step = products(bench)
@@ -222,9 +219,22 @@ def measure(name: str, device: torch.device, providers: list[str], turns: int) -
                 of_kind += bench.time(kind)
     for row in order:
         row["ms"], row["forward_ms"] = (statistics.median(t) for t in times[row["provider"]])
-        row["tokens_per_sec"] = 1e3 * tokens / row["ms"]
+        row["tokens_per_sec"] = 1e3 * len(bench.targets) / row["ms"]
     del base["forward_ms"]
-    print(f"\n{name} (N, D, V) = ({tokens}, {hidden_size}, {vocabulary})", *table(rows), sep="\n", flush=True)
+
+
+def measure(name: str, device: torch.device, providers: list[str], turns: int) -> list[dict[str, Any]]:
+    bench = Bench(*inputs(SHAPES[name], device))
+    generator = torch.Generator(device).manual_seed(1)
+    weights = torch.randn(3, len(bench.targets), device=device, generator=generator)
+    vocabulary = len(bench.weight)
+    selected = torch.randint(vocabulary, (len(bench.targets), SELECTED), device=device, generator=generator)
+    of_parts = cache(lambda parts: truth(parts, bench, weights, selected))
+    losses: dict[str, Loss] = {provider: objective(PROVIDERS[provider][1], weights, selected) for provider in providers}
+    rows, work = judge(bench, losses, lambda provider: of_parts(PROVIDERS[provider][0]))
+    of_parts.cache_clear()
+    gc.collect()
+    take_turns(bench, rows, work, turns)
     return rows
 
 
@@ -247,9 +257,19 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, list[dict[str, Any]]]:
-    parser = argparse.ArgumentParser(description="Token scores side by side.")
-    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=OF_SHAPES)
-    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
+    return report(measure, list(PROVIDERS), OF_SHAPES, arguments)
+
+
+def report(
+    measured: Callable[[str, torch.device, list[str], int], list[dict[str, Any]]],
+    providers: list[str],
+    shapes: list[str],
+    arguments: list[str] | None,
+) -> dict[str, list[dict[str, Any]]]:
+    """Measure the shapes that the command line names, print the tables, and write them where it says."""
+    parser = argparse.ArgumentParser(description="Providers side by side.")
+    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=shapes)
+    parser.add_argument("--providers", nargs="+", choices=providers, default=providers)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, help="write NAME.json and NAME.tables.md")
@@ -258,7 +278,8 @@ def main(arguments: list[str] | None = None) -> dict[str, list[dict[str, Any]]]:
     print(about := machine(device))
     found = {}
     for name in options.shapes:
-        found[name] = measure(name, device, options.providers, options.turns)
+        found[name] = measured(name, device, options.providers, options.turns)
+        print(f"\n{name} (N, D, V) = {SHAPES[name]}", *table(found[name]), sep="\n", flush=True)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()

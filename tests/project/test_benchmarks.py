@@ -19,6 +19,7 @@ import items
 import items_quality
 import linear_cross_entropy as benchmark
 import planned_lengths
+import policy_loss
 import token_scores as scores_benchmark
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -104,6 +105,17 @@ def test_scores_of_a_policy_are_judged_beside_verls_files_without_its_dependenci
     assert kernels["note"] == "cannot run: AssertionError"
     assert kernels["note"] in capsys.readouterr().out
     assert "ms" not in kernels
+
+
+def test_the_loss_of_a_policy_is_as_near_to_float64_as_that_of_whole_logits_under_trls_formula(tmp_path):
+    out = tmp_path / "policy"
+    policy_loss.main([*TINY, "--providers", "lit_fused", "logits", "--out", str(out)])
+    rows = {row["provider"]: row for row in json.loads(out.with_suffix(".json").read_text())["shapes"]["tiny"]}
+    ours, logits = rows["lit_fused"], rows["logits"]
+    for error in ("hidden_error", "weight_error"):
+        assert 0 < ours[error] <= 1.2 * logits[error] < 0.02
+    assert ours["tokens_per_sec"] == pytest.approx(512e3 / ours["ms"])
+    assert "| lit_fused |" in out.with_suffix(".tables.md").read_text()
 
 
 @pytest.fixture
