@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_dir
+from configured import composed
 from hydra.utils import instantiate
 from linear_cross_entropy import machine
 from lm_eval.models.huggingface import HFLM
@@ -25,16 +25,14 @@ from transformers import PreTrainedTokenizerFast
 import lit_fused
 from lit_fused.evaluation.harness import FusedHFLM
 
-ROOT, GIB = Path(__file__).parents[1], 2**30
+GIB = 2**30
 TINY = ["hidden_size=32", "intermediate_size=64", "num_hidden_layers=2", "vocab_size=512"]
 KINDS = {"texts": None, "answers": 4}  # scored tokens
 
 
 def built(options: argparse.Namespace, device: torch.device) -> Any:
     sizes = [f"model.config.{word}" for word in TINY] if options.tiny else []
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("train", [f"model={options.model}", "data=synthetic", *sizes])
-    model: Any = instantiate(cfg.model)
+    model: Any = instantiate(composed(f"model={options.model}", "data=synthetic", *sizes).model)
     lit_fused.materialize(model)
     return model.to(device, torch.bfloat16).eval()
 

@@ -16,26 +16,23 @@ import gc
 import importlib
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_dir
+from configured import composed
 from hydra.utils import instantiate
 from torch import Tensor, nn
 
 import lit_fused
 from lit_fused.models.compilation import compile_backbone
 
-CONF = Path(__file__).parents[1] / "conf"
 CELLS = [("none", "none"), ("none", "regional"), ("liger", "none"), ("liger", "regional")]
 DEVICE = torch.device("cuda")
 
 
 def built(name: str) -> nn.Module:
     """On the CPU, in training mode."""
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        model = instantiate(compose("train", [f"model={name}"]).model)
+    model = instantiate(composed(f"model={name}").model)
     lit_fused.materialize(model)
     return model.train()
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_dir
+from configured import composed
 from hydra.utils import instantiate
 from torch import nn
 
@@ -28,7 +28,7 @@ import lit_fused
 from lit_fused.models.compilation import compile_backbone
 from lit_fused.models.precision import RotaryHalfPrecision
 
-ROOT, GIB = Path(__file__).parents[1], 2**30
+GIB = 2**30
 TINY = ["hidden_size=32", "intermediate_size=64", "num_hidden_layers=2", "num_attention_heads=2", "vocab_size=512"]
 
 
@@ -41,8 +41,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     config = "model.model.config" if options.model == "lora" else "model.config"
     sizes = [f"{config}.{word}" for word in [*TINY, "num_key_value_heads=1"]] if options.tiny else []
     positions = f"++{config}.max_position_embeddings={length}"
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("train", [f"model={options.model}", "data=synthetic", *options.set, *sizes, positions, *words])
+    cfg = composed(f"model={options.model}", "data=synthetic", *options.set, *sizes, positions, *words)
     with device:  # adapters need weights at once
         backbone: Any = instantiate(cfg.model)
     lit_fused.materialize(backbone)

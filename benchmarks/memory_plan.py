@@ -19,7 +19,7 @@ from typing import Any
 import lightning as L
 import torch
 import transformers
-from hydra import compose, initialize_config_dir
+from configured import composed
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, open_dict, read_write
@@ -95,12 +95,11 @@ CASES = {
 }
 
 
-def composed(overrides: list[str], folder: str) -> DictConfig:
+def as_run(overrides: list[str], folder: str) -> DictConfig:
     measured = ["callbacks=measure", "trainer.max_steps=3", "trainer.enable_checkpointing=false"]
     base = [] if overrides[0].startswith("experiment") else _SYNTHETIC
     everything = [*overrides[:1], *base, *overrides[1:], *measured, f"output_dir={folder}"]
-    with initialize_config_dir(str(Path(__file__).resolve().parents[1] / "conf"), version_base="1.3"):
-        cfg = compose("train", everything, return_hydra_config=True)
+    cfg = composed(*everything, with_hydra=True)
     with read_write(cfg), open_dict(cfg):
         HydraConfig.instance().set_config(cfg)
         own = cfg.copy()
@@ -150,7 +149,7 @@ def main() -> None:
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
             try:
-                cfg = composed(overrides, folder)
+                cfg = as_run(overrides, folder)
                 plan = planned(cfg, instantiate(cfg.plan))
                 phases = {phase: found["total"] for phase, found in plan["phases_gib"].items()}
                 took = time.perf_counter() - start

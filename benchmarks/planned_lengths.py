@@ -14,12 +14,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
+from configured import ROOT, composed
 
 import lit_fused
 from lit_fused.app.commands.memory_plan import planned
 
-ROOT = Path(__file__).parents[1]
 LENGTHS = [8192, 32768, 131072, 524288, 1048576]
 CONTEXT = ["strategy=context", "trainer.devices=4"]
 OURS, TEXT = "#14998a", "#808080"  # Light and dark pages show them, and the contrast's, alike.
@@ -38,9 +37,7 @@ TINY = ["hidden_size=32", "intermediate_size=64", "num_hidden_layers=1", "vocab_
 
 
 def peak_gib(overrides: list[str], memory_gib: float) -> float:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        words = ["data=synthetic", "data.batch_size=1", "precision=bf16-true", "compile=none", *overrides]
-        cfg = compose("train", words)
+    cfg = composed("data=synthetic", "data.batch_size=1", "precision=bf16-true", "compile=none", *overrides)
     options = lit_fused.PlanOptions(memory_gib=memory_gib, compute_capability=9.0)
     return round(planned(cfg, options)["peak_gib"], 3)
 

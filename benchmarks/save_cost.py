@@ -11,20 +11,17 @@ import argparse
 import statistics
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from hydra import compose, initialize_config_dir
+from configured import composed
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import ModelCheckpoint
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import lit_fused
 from lit_fused.data import SyntheticDataModule
-
-ROOT = Path(__file__).parents[1]
 
 
 class Clock(L.Callback):
@@ -56,8 +53,7 @@ def model_of(options: argparse.Namespace) -> Any:
         sizes = {"hidden_size": options.hidden, "intermediate_size": 3 * options.hidden, "num_hidden_layers": 4}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": options.hidden // 4}
         return Qwen3ForCausalLM(Qwen3Config(vocab_size=options.vocabulary, **sizes, **heads))
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return instantiate(compose("train", [f"model={options.model}", "data=synthetic"]).model)
+    return instantiate(composed(f"model={options.model}", "data=synthetic").model)
 
 
 def fit(options: argparse.Namespace, *, saves: bool) -> Clock:

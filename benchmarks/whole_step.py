@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hydra import compose, initialize_config_dir
+from configured import ROOT, composed
 from hydra.utils import instantiate
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -37,7 +37,7 @@ import lit_fused
 from lit_fused.models.blocks import blocks
 from lit_fused.models.compilation import compile_backbone
 
-ROOT, WARM_UP = Path(__file__).parents[1], 5
+WARM_UP = 5
 CALLBACKS = ("stop_on_signal", "finite", "learning_rate", "peak_memory")
 HAND = {  # loops by hand: their loss, and how layers are compiled
     "by hand": ("fused", "regional"),
@@ -52,13 +52,12 @@ CELLS = [
 ]  # fmt: skip
 
 
-def composed(model: str) -> Any:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose("train", [f"model={model}", "data=synthetic"]).model
+def model_of(name: str) -> Any:
+    return composed(f"model={name}", "data=synthetic").model
 
 
 def backbone_of(options: argparse.Namespace) -> Any:
-    backbone = instantiate(composed(options.model))
+    backbone = instantiate(model_of(options.model))
     lit_fused.materialize(backbone)
     return (backbone.bfloat16() if options.precision == "bf16-true" else backbone).train().cuda()
 
@@ -135,7 +134,7 @@ def by_trainer(options: argparse.Namespace) -> dict[str, float]:
     words = dict(word.split("=", 1) for word in options.cell.split()[1:])
     compiled, fused = words.pop("compile", "auto"), words.pop("fuse", "true") == "true"
     given = {name: json.loads(value) for name, value in words.items()}
-    model = instantiate(composed(options.model))
+    model = instantiate(model_of(options.model))
     lit_fused.materialize(model)
     half = options.precision == "bf16-true"
     model = model.bfloat16() if half else model
@@ -166,7 +165,7 @@ def by_trainer(options: argparse.Namespace) -> dict[str, float]:
 
 def by_command(options: argparse.Namespace) -> dict[str, float]:
     """Run the command, without what writes files after and between steps."""
-    vocabulary = composed(options.model).config.vocab_size
+    vocabulary = model_of(options.model).config.vocab_size
     with tempfile.TemporaryDirectory() as folder:
         overrides = [
             f"model={options.model}", f"precision={options.precision}", f"output_dir={folder}",
