@@ -38,6 +38,7 @@ def layers_compiled(
         if not args:
             args = (kwargs.pop("hidden_states"),)
         # Backward runs the layer again, and would add to a cache again.
+        hidden: Any
         hidden, *rest = (None if isinstance(value, Cache) else value for value in args)
         kwargs = {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
         others = _tensors_in((rest, kwargs))
@@ -47,7 +48,7 @@ def layers_compiled(
         if kind not in counted:
             dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
             counted[kind] = None
-            # What cannot be compiled on the meta device is planned as it is, which takes more.
+            # A layer that cannot be compiled on the meta device is planned as it is, which takes more.
             with suppress(Exception), ThreadPoolExecutor(1) as thread:  # A thread has none of the modes that are on.
                 if not any(t.requires_grad for t in others):
                     call = thread.submit(kept_when_compiled, own, layer, dtype, hidden, rest, kwargs)
@@ -132,7 +133,7 @@ def kept_when_compiled(
             saved[id(storage)] = storage
         return tensor
 
-    def cast(tensor: Tensor | None) -> Tensor | None:
+    def cast(tensor: Any) -> Any:
         return tensor if tensor is None or dtype is None else tensor.to(dtype)
 
     def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

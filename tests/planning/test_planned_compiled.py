@@ -18,12 +18,13 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
 }
-ALL = SIZES | {"vocab_size": 512, "num_hidden_layers": 4}
+LLAMA: Any = LlamaConfig
+ALL: dict[str, Any] = SIZES | {"vocab_size": 512, "num_hidden_layers": 4}
 OPTIONS = PlanOptions(compute_capability=9.0, precision="bf16-true")
 
 
 def activations(compile: str, checkpointing: str = "none") -> float:
-    model = reduce_memory(AutoModelForCausalLM.from_config(LlamaConfig(**ALL)), checkpointing=checkpointing)
+    model = reduce_memory(AutoModelForCausalLM.from_config(LLAMA(**ALL)), checkpointing=checkpointing)
     found = lit_fused.plan(OPTIONS, FusedCausalLMModule(model, compile=compile), batch_size=2, sequence_length=1024)
     return found.phases["forward"]["activations"]
 
