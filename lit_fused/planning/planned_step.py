@@ -31,6 +31,7 @@ from lit_fused.models.load import places_of
 from lit_fused.models.precision import RotaryHalfPrecision
 from lit_fused.parallel import Placement
 from lit_fused.planning import ledger as count
+from lit_fused.planning.compiled_layers import layers_compiled
 from lit_fused.planning.ledger import CudaFunctions
 from lit_fused.planning.planned_context import rows_divided_by
 from lit_fused.planning.planned_heads import GPU, heads_of
@@ -146,6 +147,8 @@ def predicted(module: nn.Module, options: PlanOptions, batch: Any) -> PlannedSte
         borrowed.enter_context(heads_of(gpu, ledger))
         if options.spread.row_parts > 1:
             borrowed.enter_context(rows_divided_by(options.spread.row_parts))
+        elif isinstance(module, FusedLMModule) and module._compile != "none":
+            borrowed.enter_context(layers_compiled(trained, ledger, context))
         run = _Run(
             ledger, trained, frozen, lambda: _loss_of(module, apply_to_collection(batch, Tensor, _empty)), context
         )

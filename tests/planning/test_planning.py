@@ -175,6 +175,8 @@ def test_a_plan_is_that_of_the_runs_strategy(overrides, name, times):
 MEASURED = [
     (["loss=chunked"], 44.952),
     (["loss=standard"], 70.885),
+    (["loss=chunked", "compile=regional"], 30.1),
+    (["loss=standard", "compile=auto"], 56.0),
     (["loss=torch_compile"], 47.991),
     (["loss=liger"], 44.030),
     (["loss=cce"], 43.646),

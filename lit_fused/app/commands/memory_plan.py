@@ -96,11 +96,10 @@ def _predicted(cfg: DictConfig, options: lit_fused.PlanOptions) -> Any:
 def _left_out(cfg: DictConfig, options: lit_fused.PlanOptions) -> list[str]:
     spread = options.spread
     sized = cfg.loss.get("logits_budget_mib") or cfg.loss.get("chunk_size") or options.device_gib
-    impl, compiled = str(cfg.loss.get("impl")), cfg.get("compile", "none") not in ("none", "auto")
+    impl, compiled = str(cfg.loss.get("impl")), cfg.get("compile", "none") != "none"
     notes = {
         "sharded: gathered weights are an estimate (docs/memory.md)": spread.shards > 1,
         "compiled: what a compiler allocates is an estimate (docs/memory.md)": "torch_compile" in impl or compiled,
-        "compile=auto: planned without; on a GPU compiled layers take less": cfg.get("compile") == "auto",
         f"loss.logits_budget_mib: planned as {LEAST_GPU_BUDGET_MIB:.0f}; by default up to a fiftieth of the GPU's "
         "memory: give plan.memory_gib": "logits_budget_mib" in cfg.loss and not sized,
         "trainer.strategy.reshard_after_forward: planned as true; by default false where layers are a fortieth of the "
