@@ -78,7 +78,7 @@ def trainer_of(arguments: Any, model: Any, length: int) -> Any:
 
 def case(arguments: Any, model_of: Callable[[], Any], length: int, device: torch.device) -> dict[str, float]:
     with torch.device("meta"):
-        plan = lit_fused.plan(arguments, model_of(), sequence_length=length)
+        plan = lit_fused.plan(arguments, lit_fused.fuse(model_of(), compile="none"), sequence_length=length)
     planned = max(sum(sizes.values()) for sizes in plan.phases.values()) / GIB
     trainer = trainer_of(arguments, model_of(), length)
     if device.type == "cuda":

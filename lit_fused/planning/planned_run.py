@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from lit_fused.errors import UserError
 from lit_fused.heads import transformers_model
+from lit_fused.integrations.fuse import FusedForward
 from lit_fused.losses import Loss
 from lit_fused.models.generation import positions
 from lit_fused.objectives import PolicyLoss, PreferenceLoss
@@ -233,18 +234,21 @@ def _options_of(arguments: TrainingArguments, model: PreTrainedModel, devices: i
 
 
 def _module_of(arguments: Any, model: nn.Module, loss: Any) -> nn.Module:
-    """Return the module of lit_fused with the loss of arguments' trainer, which takes no step here."""
-    kind = _kind_of(arguments)
+    """Return the module of lit_fused with the loss of arguments' trainer, which takes no step here. Its layers are
+    compiled as those of a fused model are, unless ``fuse(model, compile="none")`` said otherwise."""
+    kind, inner = _kind_of(arguments), _transformers_model(model)
+    compile = inner.forward.compile if isinstance(inner.forward, FusedForward) else "auto"
     if kind == "DPOConfig":
         reference = "stored" if arguments.precompute_ref_log_probs else None
-        return FusedPreferenceModule(model, loss or PreferenceLoss("dpo", beta=arguments.beta), reference=reference)
+        loss = loss or PreferenceLoss("dpo", beta=arguments.beta)
+        return FusedPreferenceModule(model, loss, reference=reference, compile=compile)
     if kind == "GRPOConfig":
         loss = loss or PolicyLoss("grpo", kl_weight=arguments.beta, temperature=arguments.temperature)
-        return FusedPolicyModule(model, loss, reference="copy" if arguments.beta else None)
-    inner = _transformers_model(model)
+        return FusedPolicyModule(model, loss, reference="copy" if arguments.beta else None, compile=compile)
     if inner.config.is_encoder_decoder:
-        return FusedSeq2SeqLMModule(model, loss)
-    return (FusedMaskedLMModule if "MaskedLM" in type(inner).__name__ else FusedCausalLMModule)(model, loss)
+        return FusedSeq2SeqLMModule(model, loss, compile=compile)
+    of_language = FusedMaskedLMModule if "MaskedLM" in type(inner).__name__ else FusedCausalLMModule
+    return of_language(model, loss, compile=compile)
 
 
 @contextmanager

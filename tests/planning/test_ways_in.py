@@ -88,7 +88,9 @@ def test_arguments_have_the_numbers_of_the_command_for_the_same_run(kind, option
 def test_lightnings_trainer_has_the_numbers_of_the_command_for_the_same_run():
     settings: Any = {"accelerator": "cpu", "devices": 2, "logger": False, "enable_checkpointing": False}
     trainer = L.Trainer(strategy="lit_fused_fsdp2", precision="bf16-mixed", accumulate_grad_batches=2, **settings)
-    found = lit_fused.plan(trainer, FusedCausalLMModule(model()), batch_size=ROWS, sequence_length=TOKENS)
+    found = lit_fused.plan(
+        trainer, FusedCausalLMModule(model(), compile="auto"), batch_size=ROWS, sequence_length=TOKENS
+    )
     assert in_gib(found) == of_command(*TEXT, "strategy=fsdp2", "trainer.devices=2")
 
 
