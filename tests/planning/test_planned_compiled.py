@@ -1,4 +1,4 @@
-"""What a plan counts of layers that are compiled, beside what compiled layers save for backward."""
+"""A plan counts for compiled layers what such layers save for backward."""
 
 from typing import Any
 
