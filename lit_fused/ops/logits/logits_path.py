@@ -57,23 +57,28 @@ class LogitsPath(KernelPath):
         return sums.finish()
 
     def logits_of(self, entries_NK: Tensor, inputs: Inputs, call: HeadCall) -> Tensor:
-        if call.frozen is not None:
-            return self._logits_among_all(entries_NK, inputs, call)
-        logits_NK = logits_of_entries(own_columns(entries_NK, inputs, call), inputs, call)
+        columns_NK = own_columns(entries_NK, inputs, call)
+        if call.frozen is None:
+            logits_NK = logits_of_entries(columns_NK, inputs, call)
+        else:
+            logits_NK = self._logits_among_all(columns_NK, inputs, call)
         if call.shard is not None:
             dist.all_reduce(logits_NK, group=call.shard.group)
         return logits_NK
 
-    def _logits_among_all(self, entries_NK: Tensor, inputs: Inputs, call: HeadCall) -> Tensor:
-        """Return the logits of entries by computing all of a chunk, as rows of frozen columns are made in tiles."""
+    def _logits_among_all(self, columns_NK: Tensor, inputs: Inputs, call: HeadCall) -> Tensor:
+        """Return the logits of columns, zero where this rank has none, by computing all of a chunk, as rows of frozen
+        columns are made in tiles."""
         hidden_ND, weight_VD, bias_V, _ = inputs
-        logits_NK = hidden_ND.new_zeros(entries_NK.shape, dtype=call.result_dtype)
+        logits_NK = hidden_ND.new_zeros(columns_NK.shape, dtype=call.result_dtype)
         rows = self._chunk_rows(len(hidden_ND), weight_VD, call)
         for chunk, products_CV in self._products(hidden_ND, weight_VD, slice(0, len(hidden_ND)), rows, call.frozen):
-            entries_CK = entries_NK[chunk].clamp(min=0)
-            bias_CK = None if bias_V is None else bias_V[entries_CK]
-            products_CK = products_CV.gather(1, entries_CK)
-            logits_NK[chunk] = logits_of_products(products_CK, bias_CK, call.options, call.result_dtype)
+            here_CK = (columns_NK[chunk] >= 0) & (columns_NK[chunk] < len(weight_VD))
+            columns_CK = columns_NK[chunk].where(here_CK, 0)
+            bias_CK = None if bias_V is None else bias_V[columns_CK]
+            products_CK = products_CV.gather(1, columns_CK)
+            logits_CK = logits_of_products(products_CK, bias_CK, call.options, call.result_dtype)
+            logits_NK[chunk] = logits_CK.where(here_CK, 0)
         return logits_NK
 
     def _chunk_rows(self, tokens: int, weight_VD: Tensor, call: HeadCall) -> int:
