@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Cache
 
 from lit_fused.models.blocks import blocks
-from lit_fused.planning.ledger import HOST, MemoryLedger
+from lit_fused.planning.ledger import HOST, MemoryLedger, run_backward
 
 Call = Callable[..., Any]
 
@@ -112,7 +112,7 @@ class _CompiledLayer(torch.autograd.Function):
             needed[index * len(needed) // len(kept)].append(tensor)
         del kept, needed[:]
         ctx.again = None
-        torch.autograd.graph._engine_run_backward((out,), (grad,), False, False, (), True, True)
+        run_backward(out, grad)
         return leaf.grad, None, None, None, None
 
 

@@ -171,6 +171,12 @@ _IN_FLOAT32 = {
 }  # fmt: skip
 
 
+def run_backward(output: Tensor, gradient: Tensor) -> None:
+    """Run backward so that the modes that are on see it, with all that a checkpoint computes again in it. They do not
+    see what runs in a torch function, as ``output.backward()`` is one; the engine takes those that are on here."""
+    torch.autograd.graph._engine_run_backward((output,), (gradient,), False, False, (), True, True)
+
+
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
 ) -> Tensor:

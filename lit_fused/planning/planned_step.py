@@ -248,10 +248,8 @@ class _Run:
             self._end_of("forward")
             units.append(self._units(in_backward))
             with self.ledger.under(count.TEMPORARY):
-                # A mode does not see what runs in a torch function, as backward is one, with all that a checkpoint
-                # computes again in it; the engine takes the modes that are on where it is called.
                 ones = torch.ones_like(loss)
-                torch.autograd.graph._engine_run_backward((loss,), (ones,), False, False, (), True, True)
+                count.run_backward(loss, ones)
             del units, loss, ones
             self._end_of("backward")
         with self.ledger.under(count.TEMPORARY, self.spread.share):
