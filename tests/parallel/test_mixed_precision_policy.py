@@ -2,21 +2,18 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_helpers import loader
-from parallel_cases import Case, batches, module_of, share_of, trainer_of
+from parallel_cases import Case, as_strategy, batches, module_of, share_of, trainer_of
 from parallel_fits import COMPILED, fit, judge, launch, resume
-from ranks import Refusal, call, each
+from ranks import Refusal, each
 from tiny_models import tiny_model
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 from lit_fused import LanguageModel, LinearCrossEntropyLoss
@@ -110,14 +107,11 @@ def test_hidden_states_are_bfloat16_between_layers_and_what_is_trained_and_saved
         assert p.ndim == 1 or not torch.equal(p, p.bfloat16().float())
 
 
-def train(rank: int, folder: Path) -> None:
-    """Save what two ranks make of weights and biases that bfloat16 would round, and what a layer gets."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
-    strategy: Any = SimpleNamespace(device_mesh=mesh, root_device=torch.device("cpu"), mixed_precision_policy=True)
-    model = LanguageModel(tiny_model("olmo2").train(), LinearCrossEntropyLoss())
+def train(name: str) -> tuple[float, list[torch.dtype]]:
+    """Return what two ranks make of weights and biases that bfloat16 would round, and what a layer gets."""
+    model = LanguageModel(tiny_model(name).train(), LinearCrossEntropyLoss())
     model.prepare(torch.device("cpu"))
-    Sharded(strategy)._divide(model)
+    Sharded(as_strategy(mixed_precision_policy=True))._divide(model)
     seen: list[torch.dtype] = []
     layer = blocks(model.backbone)[0]
     layer.register_forward_hook(
@@ -127,15 +121,12 @@ def train(rank: int, folder: Path) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         output = model({"input_ids": TOKENS, "labels": TOKENS, "token_weights": weights})
     output.loss_sum.backward()
-    if rank == 0:
-        torch.save((output.num_tokens.item(), seen), folder / "found.pt")
-    dist.barrier()
+    return output.num_tokens.item(), seen
 
 
 @pytest.mark.slow
-def test_the_weights_of_a_batch_and_what_a_model_keeps_in_float32_are_not_rounded(tmp_path):
-    call(train, 2, tmp_path, timeout=60)
-    counted, of_rotary_embedding = torch.load(tmp_path / "found.pt")
+def test_the_weights_of_a_batch_and_what_a_model_keeps_in_float32_are_not_rounded():
+    counted, of_rotary_embedding = each(train, 2, ["olmo2"], timeout=60)["olmo2"]
     assert counted == pytest.approx(22 * (1 + 2**-12), rel=1e-6)
     assert of_rotary_embedding == [torch.float32]
 

@@ -1,23 +1,20 @@
 """FSDP2 that gathers no output layer: each rank keeps its rows of it, and trains as one process does."""
 
-import os
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning_helpers import loader, quiet_trainer
-from parallel_cases import Case, batches
+from parallel_cases import Case, as_strategy, batches
 from parallel_fits import fit, judge, launch, resume
 from peft import LoraConfig, get_peft_model
 from ranks import Refusal, each
 from strategy_cases import assert_as_in_one_process
 from tiny_models import tiny_model
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -80,24 +77,19 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def largest_of(gather_head: bool, folder: Path) -> int:
+def largest_of(gather_head: bool) -> int:
     """Return the size of the largest tensor of forward and backward, on either rank."""
-    if not dist.is_initialized():
-        rank = int(os.environ["RANK"])
-        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
-    strategy: Any = SimpleNamespace(device_mesh=mesh, root_device=torch.device("cpu"), gather_head=gather_head)
     model = LanguageModel(tiny_model("llama_tied", vocab_size=VOCABULARY).train(), LinearCrossEntropyLoss())
     model.prepare(torch.device("cpu"))
-    Sharded(strategy)._divide(model)
+    Sharded(as_strategy(gather_head=gather_head))._divide(model)
     tokens = torch.arange(10 + dist.get_rank())[None] * 400
     with Largest() as largest:
         model({"input_ids": tokens, "labels": tokens}).loss_sum.backward()
     return max(objects_of_ranks(largest.numbers))
 
 
-def test_no_tensor_of_the_vocabulary_times_the_hidden_size_is_on_a_rank(tmp_path):
-    found = each(largest_of, 2, [True, False], tmp_path, timeout=60)
+def test_no_tensor_of_the_vocabulary_times_the_hidden_size_is_on_a_rank():
+    found = each(largest_of, 2, [True, False], timeout=60)
     assert found[True] >= VOCABULARY * 32
     assert found[False] <= (VOCABULARY + 1) // 2 * 32
 
