@@ -14,7 +14,7 @@ from lightning_helpers import loader, quiet_trainer
 from parallel_cases import Case
 from parallel_fits import launch as launch_fits
 from parallel_fits import resume
-from pipeline_cases import SETTINGS, module, ragged
+from pipeline_job import SETTINGS, module, ragged
 from ranks import each
 from tiny_models import tiny_model
 from transformers import LlamaForCausalLM
