@@ -30,25 +30,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lit_fused import FusedCausalLMModule, UserError
 from lit_fused.atomic import is_whole, newest_in, put_in_place, written_whole
 from lit_fused.parallel import FSDP2Strategy
-from lit_fused.parallel.checkpoint import (
-    in_groups,
-    names_of_groups,
-    read_checkpoint,
-    read_weights,
-    with_names,
-)
+from lit_fused.parallel.checkpoint import in_groups, names_of_groups, read_checkpoint, read_weights, with_names
 from lit_fused.parallel.collectives import local, objects_of_ranks
 
 WRITTEN = ["ddp-2", "fsdp2-2", "fsdp2-4", "tp-2", "fsdp2_rows-2"]
 RESUMED_BY_FOUR = ["fsdp2-2>fsdp2", "fsdp2-2>ddp", "ddp-2>fsdp2", "fsdp2_rows-2>fsdp2", "fsdp2-2>fsdp2_rows"]
-RESUMED_BY_TWO = [
-    "tp-2>fsdp2",
-    "tp-2>ddp",
-    "fsdp2-2>tp",
-    "ddp-2>tp",
-    "fsdp2-4>fsdp2",
-    "fsdp2-2>ddp",
-]
+RESUMED_BY_TWO = ["tp-2>fsdp2", "tp-2>ddp", "fsdp2-2>tp", "ddp-2>tp", "fsdp2-4>fsdp2", "fsdp2-2>ddp"]
 
 
 REFUSED = {

@@ -14,10 +14,7 @@ from architectures import Entry, tiny_batch
 from architectures import tiny_model as tiny_architecture
 from tiny_models import tiny_model
 from torch import Tensor
-from transformers import (
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-)
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 import lit_fused
 

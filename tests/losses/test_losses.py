@@ -15,12 +15,7 @@ from lit_fused import LanguageModel
 from lit_fused.errors import UserError
 from lit_fused.filtered import Filtered
 from lit_fused.heads import OutputHead, identify_head
-from lit_fused.losses import (
-    CrossEntropyLoss,
-    LinearCrossEntropyLoss,
-    ModelInternalLoss,
-    shift_labels,
-)
+from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, ModelInternalLoss, shift_labels
 from lit_fused.ops import linear_cross_entropy_reference
 
 CPU = torch.device("cpu")

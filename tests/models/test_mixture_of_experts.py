@@ -33,8 +33,7 @@ def gradients(model: nn.Module, loss: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "loss",
-    [LinearCrossEntropyLoss(), LinearCrossEntropyLoss("torch_native"), CrossEntropyLoss(), ModelInternalLoss()],
+    "loss", [LinearCrossEntropyLoss(), LinearCrossEntropyLoss("torch_native"), CrossEntropyLoss(), ModelInternalLoss()]
 )
 @pytest.mark.parametrize("name", ROUTED)
 def test_loss_and_gradients_are_those_of_the_models_own_loss(name, loss):

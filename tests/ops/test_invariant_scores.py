@@ -15,12 +15,7 @@ from torch import Tensor
 from vocabulary_ranks import group_of, shard_of
 
 from lit_fused import UserError, filtered
-from lit_fused.ops import (
-    linear_cross_entropy,
-    linear_cross_entropy_reference,
-    token_scores,
-    token_scores_reference,
-)
+from lit_fused.ops import linear_cross_entropy, linear_cross_entropy_reference, token_scores, token_scores_reference
 from lit_fused.ops.invariant import invariant_path
 from lit_fused.ops.kernel_path import HeadCall
 from lit_fused.ops.options import LossOptions

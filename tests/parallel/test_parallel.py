@@ -86,12 +86,7 @@ def test_masked_language_models_on_two_ranks_equal_one_process(tmp_path):
         assert reason in found[case]
 
 
-RESUMED = [
-    Case("fsdp2", "llama_tied"),
-    Case("fsdp2_kept", "llama"),
-    Case("tp", "llama_tied"),
-    Case("tp", "qwen3"),
-]
+RESUMED = [Case("fsdp2", "llama_tied"), Case("fsdp2_kept", "llama"), Case("tp", "llama_tied"), Case("tp", "qwen3")]
 
 
 @pytest.mark.slow

@@ -16,13 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 import lit_fused
-from lit_fused import (
-    FusedCausalLMModule,
-    FusedSeq2SeqLMModule,
-    LinearCrossEntropyLoss,
-    Seq2SeqLanguageModel,
-    UserError,
-)
+from lit_fused import FusedCausalLMModule, FusedSeq2SeqLMModule, LinearCrossEntropyLoss, Seq2SeqLanguageModel, UserError
 
 CPU = torch.device("cpu")
 QUICK = {"t5", "t5_gated", "bart", "mbart"}
