@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from head_cases import grad_of
+from head_cases import error, grad_of
 from torch import Tensor, nn
 
 from lit_fused.errors import UserError
@@ -85,10 +85,6 @@ def loss_and_gradients(function: Any, head: OutputHead, hidden: Tensor, *, autoc
         mean = loss if loss.ndim == 0 else loss.sum() / (loss != 0).sum()
     mean.backward()
     return [loss.detach(), grad_of(hidden), *(grad_of(p).clone() for p in head.layer.parameters())]
-
-
-def error(found: Tensor, truth: Tensor) -> float:
-    return ((found.double() - truth.double()).norm() / truth.double().norm()).item()
 
 
 def quiet(function: Any) -> Any:
