@@ -1,6 +1,7 @@
 """Measure how far tensors are from the truth."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ def gradients_after(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_close_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+def assert_close_gradients(found: dict[Any, Tensor], expected: dict[Any, Tensor], tolerance: float) -> None:
     """Differences are small against the gradient of all parameters together."""
     assert found.keys() == expected.keys()
     whole = norm_of_all(expected.values())
