@@ -316,7 +316,6 @@ def refused_on_both_ranks(rank: int, folder: Path, strategy: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "tp"])
 def test_a_fault_of_one_rank_stops_all_ranks(strategy, tmp_path):
     call(refused_on_both_ranks, 2, tmp_path, strategy, timeout=120)

@@ -234,7 +234,6 @@ def parts(rank: int, place: str, dtypes: list[str], ranks: int) -> dict[tuple[st
     return found
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("place", "dtypes"),
     [

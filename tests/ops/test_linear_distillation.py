@@ -180,7 +180,6 @@ def work(rank: int, calls: list[tuple[str, str]]) -> list[Any]:
     return found
 
 
-@pytest.mark.timeout(120)
 def test_a_divided_vocabulary_gives_the_loss_and_the_gradients_of_the_whole():
     ranks = call_in_processes(work, 3, CALLS, timeout=100)
     for (_, loss), *found in zip(CALLS, *ranks, strict=True):

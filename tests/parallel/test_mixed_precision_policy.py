@@ -28,7 +28,6 @@ MIXED = "bf16-mixed"
 TOKENS = torch.arange(24).view(2, 12)
 
 
-@pytest.mark.timeout(200)
 def test_three_accumulated_steps_are_as_close_to_the_large_batch_as_autocast_is(tmp_path):
     case = Case("fsdp2_policy", "llama_tied", precision=MIXED)
     judge(case, launch(fit, [case], tmp_path, timeout=180)[case], tmp_path)
@@ -46,7 +45,6 @@ def test_a_policy_beside_other_options_and_losses_is_as_close_to_the_large_batch
 
 @pytest.mark.slow
 @pytest.mark.needs_compiler
-@pytest.mark.timeout(280)
 def test_compiled_layers_compute_with_the_copies(tmp_path):
     cases = [case for case in COMPILED if case.strategy == "fsdp2_policy"]
     for case, found in launch(fit, cases, tmp_path, timeout=250).items():
@@ -54,7 +52,6 @@ def test_compiled_layers_compute_with_the_copies(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path):
     case = Case("fsdp2_policy", "llama_tied", precision=MIXED)
     found = launch(resume, [case], tmp_path, timeout=180)[case]
@@ -91,7 +88,6 @@ def record(case: Case, folder: Path) -> tuple[set[str], set[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_hidden_states_are_bfloat16_between_layers_and_what_is_trained_and_saved_is_float32(tmp_path):
     cases = [Case(strategy, "llama", precision=MIXED) for strategy in ("fsdp2_policy", "our_fsdp2")]
     found = each(record, 2, cases, tmp_path, timeout=180)

@@ -28,7 +28,6 @@ VOCABULARY = 4999  # beside which the layers and the logits of 21 tokens are sma
 MIXED = "bf16-mixed"
 
 
-@pytest.mark.timeout(200)
 def test_three_accumulated_steps_are_those_of_the_large_batch(tmp_path):
     case = Case("fsdp2_rows", "llama")
     judge(case, launch(fit, [case], tmp_path, timeout=180)[case], tmp_path)
@@ -46,7 +45,6 @@ def test_further_models_losses_precisions_and_ranks_train_as_one_process(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path):
     case = Case("fsdp2_rows", "llama_tied")
     found = launch(resume, [case], tmp_path, timeout=180)[case]
@@ -55,7 +53,6 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_objectives_of_token_scores_train_as_in_one_process_and_a_teacher_beside_is_refused(tmp_path):
     refused = "needs the output layer whole on each rank; choose gather_head=true"
     trained = ("weighted", "policy_beside", "dpo_model", "kto_model", "stored")
