@@ -35,7 +35,8 @@ def assert_close_gradients(found: dict[Any, Tensor], expected: dict[Any, Tensor]
 
 def assert_same_gradients(loss: Tensor, expected: Tensor, weights: Iterable[Tensor], tolerance: float = 1e-6) -> None:
     """Two losses have gradients that are close to each other beside those of all weights together."""
-    found, wanted = (dict(enumerate(torch.autograd.grad(value, [*weights]))) for value in (loss, expected))
+    weights = [*weights]
+    found, wanted = (dict(enumerate(torch.autograd.grad(value, weights))) for value in (loss, expected))
     assert_close_gradients(found, wanted, tolerance)
 
 
