@@ -40,6 +40,7 @@ from lit_fused.heads.capture import (
     first_argument,
     graph_leaves,
     replaced_forward,
+    whole_activations,
 )
 from lit_fused.heads.model_state import probing
 from lit_fused.heads.quantised import is_quantised, settle, why_not_dequantised
@@ -172,7 +173,8 @@ def identify_head(model: nn.Module, batch: Mapping[str, Any] | None = None) -> O
         raise UnsupportedHeadError(inner, f"its output layer is an {type(layer).__name__}, not a linear layer")
     inputs = dict(probe_batch(inner, rows=2) if batch is None else batch)
     with probing(inner), torch.autocast(inner.device.type, enabled=False):
-        hidden, raw, real, behind = _honest_forward(inner, layer, inputs)
+        with whole_activations(layer):
+            hidden, raw, real, behind = _honest_forward(inner, layer, inputs)
         if not raw.isfinite().all():
             raise UserError(
                 f"the output layer of {type(inner).__name__} gives NaN or infinity for the tokens that it is tried "

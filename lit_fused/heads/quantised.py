@@ -14,6 +14,7 @@ from torch import Tensor
 from lit_fused.ops.frozen_columns import FrozenColumns, with_frozen_columns
 
 _4_BITS = "bitsandbytes.nn.Linear4bit"
+_FLOAT8 = "transformers.integrations.finegrained_fp8.FP8Linear"
 _TORCHAO = "torchao.utils.TorchAOBaseTensor"
 
 
@@ -54,6 +55,12 @@ def settle(layer: Any) -> None:
         layer.support_avx512bf16_for_cpu, layer.compute_type_is_set = False, True
 
 
+def rounds_activations(layer: Any) -> bool:
+    """Return whether a layer is an ``FP8Linear``: its own product rounds hidden states to 8 bits as well."""
+    is_float8 = getattr(getattr(layer, "weight", None), "dtype", None) == torch.float8_e4m3fn
+    return is_float8 and any(type(layer).forward is kind.forward for kind in loaded_classes(_FLOAT8))
+
+
 def weight_of(layer: Any, dtype: torch.dtype) -> Tensor:
     """Return the weight (V, D) of a linear layer. That of a quantised one is all frozen columns
     (:mod:`lit_fused.ops.frozen_columns`), in the dtype in which the layer multiplies hidden states of ``dtype``."""
@@ -76,6 +83,8 @@ def _rows_of(layer: Any) -> Callable[[Any, torch.dtype], Callable[[slice], Tenso
     """Return what makes the function of a layer's rows; None unless its weight is quantised."""
     if is_instance(layer, _4_BITS):
         return _rows_of_4_bits
+    if rounds_activations(layer):
+        return _rows_of_float8
     return _rows_of_torchao if is_instance(getattr(layer, "weight", None), _TORCHAO) else None
 
 
@@ -93,6 +102,19 @@ def _rows_of_4_bits(layer: Any, dtype: torch.dtype) -> Callable[[slice], Tensor]
         shape = torch.Size((of.stop - of.start, width))
         part = functional.QuantState(absmax[start // block : stop // block], shape, **kind)
         return functional.dequantize_4bit(packed[start // 2 : stop // 2, None], part)
+
+    return rows
+
+
+def _rows_of_float8(layer: Any, dtype: torch.dtype) -> Callable[[slice], Tensor]:
+    weight, scale, block = layer.weight.detach(), layer.weight_scale_inv.detach().float(), layer.block_size
+
+    def rows(of: slice) -> Tensor:
+        part, factor = weight[of].float(), scale
+        if block is not None:  # One scale is of a block of rows and columns, else of all.
+            factor = scale[torch.arange(of.start, of.stop, device=scale.device) // block[0]]
+            factor = factor.repeat_interleave(block[1], 1)[:, : part.shape[1]]
+        return part.mul_(factor).to(dtype)
 
     return rows
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from lightning_helpers import loader, quiet_trainer
 from peft import LoraConfig, get_peft_model
 from tiny_models import sharpen, tiny_batch, tiny_model
 from torch import Tensor, nn
+from transformers.integrations import finegrained_fp8
 
 import lit_fused
 from lit_fused import CrossEntropyLoss, FusedCausalLMModule, LanguageModel, LinearCrossEntropyLoss
@@ -45,6 +47,9 @@ def dequantised(layer: Any) -> nn.Linear:
         state = copy.copy(layer.weight.quant_state)
         state.dtype = torch.float32
         plain.weight.data = bitsandbytes.functional.dequantize_4bit(layer.weight.data, state).double()
+    elif hasattr(layer, "weight_scale_inv"):
+        scale = layer.weight_scale_inv.double().repeat_interleave(48, 0).repeat_interleave(24, 1)
+        plain.weight.data = layer.weight.double() * scale[:VOCABULARY, :WIDTH]
     else:
         plain.weight.data = layer.weight.dequantize().double()
     plain.weight.requires_grad_(False)
@@ -213,3 +218,39 @@ def test_weights_of_torchao_are_exact_and_rounded_activations_are_refused(bits, 
     if bits == "Int8":
         with pytest.raises(lit_fused.UserError, match=r"does not compute h W\^T \+ b"):
             lit_fused.fuse(with_head(lora=lora, quantise=quantise, kind="Int8DynamicActivationInt8WeightConfig"))
+
+
+def float8(layer: Any) -> nn.Module:
+    """Weights in float8 with a scale for each block of 48 rows and 24 columns: the last ones are smaller."""
+    found = finegrained_fp8.FP8Linear(WIDTH, VOCABULARY, block_size=(48, 24))
+    found.weight.data = (layer.weight.data * 20).to(torch.float8_e4m3fn)
+    found.weight_scale_inv.data = torch.rand(21, 3, generator=torch.Generator().manual_seed(0)) / 20 + 0.02
+    return found.requires_grad_(False)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_layer_of_float8_has_the_numbers_of_the_layer_dequantised_also_beside_its_own_rounded_product(
+    lora, monkeypatch
+):
+    def matmul(x: Tensor, weight: Tensor, scale: Tensor, block: Any, dtype: torch.dtype, **_: Any) -> Tensor:
+        plain = finegrained_fp8.FP8Linear(WIDTH, VOCABULARY, block_size=block)
+        plain.weight, plain.weight_scale_inv = nn.Parameter(weight, False), nn.Parameter(scale, False)
+        size = x.abs().amax(-1, keepdim=True) / 448
+        rounded = (x / size).to(torch.float8_e4m3fn).to(dtype) * size
+        return rounded @ dequantised(plain).weight.to(dtype).T
+
+    kernels = SimpleNamespace(matmul=matmul)  # transformers loads those of a GPU from the Hub
+    monkeypatch.setattr(finegrained_fp8, "load_finegrained_fp8_kernel", lambda: kernels)
+    model = with_head(lora=lora, quantise=float8)
+    truth = loss_and_gradients(exact(model), CrossEntropyLoss())
+    plain = loss_and_gradients(exact(model).float(), CrossEntropyLoss())
+    rounded = loss_and_gradients(model, CrossEntropyLoss())
+    found = loss_and_gradients(model, LinearCrossEntropyLoss())
+    assert found.keys() == truth.keys()
+    assert (rounded["loss"] - truth["loss"]).abs() > 1e-4
+    for name, value in truth.items():
+        scale = value.norm() + 1e-2
+        assert (found[name] - value).norm() <= 2 * (plain[name] - value).norm() + 1e-6 * scale, name
+    fused = lit_fused.fuse(with_head(lora=lora, quantise=float8))
+    torch.testing.assert_close(fused(**tiny_batch()).loss.double(), truth["loss"], rtol=1e-6, atol=0)
+    assert lit_fused.certify(with_head(lora=lora, quantise=float8))["fused/hidden_states"] < 1e-5
