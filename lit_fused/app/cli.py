@@ -13,6 +13,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
+from lit_fused import __version__
 from lit_fused.app.commands import run
 from lit_fused.app.overrides import with_run
 from lit_fused.errors import UserError
@@ -22,7 +23,7 @@ _PACKAGED = "pkg://lit_fused.conf"
 _ANSWERED = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
 _OWN = "A file of your own is FOLDER/experiment/NAME.yaml, begins with the line # @package _global_, and is chosen by "
 _OWN += "--config-dir FOLDER experiment=NAME: docs/commands.md"
-_VERSIONS = ("lit-fused", "torch", "lightning", "transformers")
+_VERSIONS = ("torch", "lightning", "transformers")
 
 
 def main(conf: str = _PACKAGED) -> None:
@@ -30,7 +31,7 @@ def main(conf: str = _PACKAGED) -> None:
     if _ANSWERED.intersection(sys.argv) and hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends a listing without an error
     if sys.argv[1:] == ["--version"]:
-        print(", ".join(f"{name} {version(name)}" for name in _VERSIONS))
+        print(f"lit-fused {__version__},", ", ".join(f"{name} {version(name)}" for name in _VERSIONS))
         return
     if sys.argv[1:2] == ["--certify"]:
         _certify(sys.argv[2:])
