@@ -1,6 +1,5 @@
 """Frozen columns of a weight: made in tiles, never whole, and the numbers of the whole weight."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
