@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lit_fused.errors import UserError, check_number, checked_options
+from lit_fused.errors import UserError, checked_options
 
 MASK = -1  # an input that hides an item
 # The deviation of new rows of a table. AdamW moves an entry by about its rate in a step: rows of D ** -0.5 would keep
@@ -31,11 +31,6 @@ class _ItemEncoder(nn.Module):
         activation: str = "gelu",
     ) -> None:
         super().__init__()
-        check_number("dropout", dropout, "lie in [0, 1]", lambda x: 0 <= x <= 1)
-        if hidden_size % num_heads:
-            raise UserError(
-                f"model.hidden_size={hidden_size} must be a multiple of model.num_heads={num_heads}, which divide it"
-            )
         self.settings = {
             "hidden_size": hidden_size,
             "num_layers": num_layers,

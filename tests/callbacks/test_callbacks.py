@@ -12,7 +12,7 @@ from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 from transformers import T5ForConditionalGeneration
 from word_data import Words, tiny_t5
 
-from lit_fused import FusedCausalLMModule, FusedRecommenderModule, FusedSeq2SeqLMModule, SASRec, UserError
+from lit_fused import FusedCausalLMModule, FusedSeq2SeqLMModule, UserError
 from lit_fused.callbacks import (
     ExportPretrained,
     FiniteWatch,
@@ -67,24 +67,6 @@ def test_throughput_counts_every_position_once_and_not_the_time_of_validation(tm
     assert monitor.tokens == 2 * 4 * 2 * 12
     assert monitor.mean == 2 * 12 / 0.5
     assert trainer.callback_metrics["throughput/tokens_per_sec"] > 0
-
-
-def test_a_recommenders_speed_is_that_of_the_interactions_it_learns_and_not_of_padding(tmp_path, monkeypatch):
-    monitor, seconds = TokenThroughput(window_size=2), [0.0]
-    monkeypatch.setattr(throughput, "perf_counter", lambda: seconds[0])
-
-    class Timed(FusedRecommenderModule):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            seconds[0] += 0.5
-            return super().training_step(batch, batch_idx)
-
-    items = torch.tensor([[0, 0, 0, 1, 2, 3], [0, 4, 5, 6, 7, 8]])
-    labels = items.where(items > 0, -100)
-    trainer = quiet_trainer(tmp_path, max_steps=6, callbacks=[monitor])
-    module = Timed(SASRec(9, hidden_size=8, num_layers=1, num_heads=1))
-    trainer.fit(module, loader([{"input_ids": items, "labels": labels}] * 6))
-    assert trainer.callback_metrics["throughput/interactions_per_sec"] == monitor.mean_interactions == 8 / 0.5
-    assert trainer.callback_metrics["throughput/tokens_per_sec"] == 12 / 0.5
 
 
 def test_tokens_and_wall_time_go_on_where_a_resumed_run_stopped_and_begin_anew_in_another_fit(tmp_path):
