@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from lit_fused.data.interactions import Interactions, ItemMap, Numbers, checksum_of, read_interactions, read_item_map
 from lit_fused.data.loader import BatchDataModule, BatchLoader, counted, pad_right
-from lit_fused.errors import UserError, check_choice, check_number, checked_options
+from lit_fused.errors import UserError, check_choice, checked_options
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
 
@@ -127,9 +127,6 @@ class InteractionDataModule(BatchDataModule):
         folder: str | Path | None = None,
     ) -> None:
         super().__init__(batch_size, num_workers, seed)
-        check_number("data.test_fraction", test_fraction, "be between 0 and 1, exclusive", lambda x: 0 < x < 1)
-        words = "be above 0, and with data.test_fraction below 1"
-        check_number("data.val_fraction", val_fraction, words, lambda x: 0 < x < 1 - test_fraction)
         check_choice("data.split", split, ("leave_one_out", "time"))
         self.path, self.items, self.folder = Path(path), items, folder
         self.columns = user_column, item_column, timestamp_column, weight_column

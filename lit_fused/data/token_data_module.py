@@ -171,14 +171,6 @@ class TokenDataModule(BatchDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Open the prepared data. Lightning calls it in every process."""
-        for name, tokens in self.prepared.to_train_on.items():
-            is_used = self.weights is None or self.weights[name] > 0
-            if tokens.num_tokens < self.block_size and self.packing == "stream" and is_used:
-                raise UserError(
-                    f"the text{f' {name}' * bool(name)} is too short: its training split has {tokens.num_tokens} "
-                    f"tokens, but one block needs data.block_size={self.block_size}; set data.block_size="
-                    f"{tokens.num_tokens} or smaller, or give a longer text"
-                )
         if "\n  " in self.prepared.report:  # Some documents were cut or left out.
             rank_zero_info(self.prepared.report)
 
