@@ -5,7 +5,6 @@ the installed ``conf/``, so nothing that a stranger's folder describes is ever b
 place where data would be written or sent, is refused unless it is typed.
 """
 
-import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,6 @@ from lit_fused.errors import UserError, resuming
 from lit_fused.ops.user_error import printable
 
 _OF_ONE_RUN = {"mode", "ckpt_path", "output_dir", "prompt", "hydra"}
-_PATHS = {"path", "val_path", "tokenizer", "cache_dir", "chat_template", "scores", "items"}
 _PLAIN = re.compile(r"(\+\+?|~)?[A-Za-z]")  # Anything else could be a flag of the command line.
 _UNSAFE = re.compile(
     r"^\W*hydra|_(target|partial|args|recursive|convert)_|\$\{"  # what is built
@@ -33,31 +31,20 @@ _UNSAFE = re.compile(
     r"|\b((file|adapter_)?name|version)\W*[=:].*(/|\.\.)",  # where is written
     re.DOTALL,
 )
-_WORDS = re.compile(r"""('[^']*'|"[^"]*"|[^\s{}\[\],:='"]+)(?=\s*([,}\]]|$))""")  # of an override's value
 
 
 def with_run(words: Sequence[str]) -> list[str]:
     """Return a command line whose ``ckpt_path``, a file, its run's folder or ``last``, is that of a checkpoint, and
-    which has the run's overrides before its own. UserError if there is no such checkpoint, or several runs are meant.
-    """
+    which has the run's overrides before its own. UserError if there is no such checkpoint."""
     words, first = list(words), next((i for i, word in enumerate(words) if _is_override(word)), 0)
     place = next((i for i, word in enumerate(words) if re.match(r"\+*ckpt_path=(?!null$).", word)), None)
     if place is None:
         return words
     value = words[place].partition("=")[2]
-    # A name that is quoted, or of a file that is there, may have a comma; others are those of a sweep.
-    is_one = value[:1] in "'\"" or os.path.exists(value)
-    given = [value.strip("'\"")] if is_one else value.replace("\\", "").split(",")
-    found = [checkpoint_of(path) for path in given]
-    words[place] = ",".join(
-        shlex.split(resuming(path))[0].removeprefix("ckpt_path=" * bool(i)) for i, path in enumerate(found)
-    )
-    runs = {run_of(path) for path in found}
-    if len(runs) > 1:
-        raise UserError(f"ckpt_path={value} are of several runs; give those of one run at a time")
-    (run,) = runs
+    found = checkpoint_of(value if Path(value).exists() else value.strip("'\"").replace("\\", ""))
+    words[place], run = shlex.split(resuming(found))[0], run_of(found)
     if run is None:
-        print(f"No {RUN_FILE} of a run lies beside {found[0]}: the command line's configuration is used alone.")
+        print(f"No {RUN_FILE} of a run lies beside {found}: the command line's configuration is used alone.")
         return words
     return [*words[:first], *overrides_of(run, words), *words[first:]]
 
@@ -65,8 +52,8 @@ def with_run(words: Sequence[str]) -> list[str]:
 def overrides_of(run: Path, typed: Sequence[str] = ()) -> list[str]:
     """Return the overrides of a run that those ``typed`` leave; a group chosen anew drops what was set below it.
 
-    Relative paths of data and models are those of the folder that the run was started in. Raises UserError for an
-    override that names code, or a place, and for a configuration folder of the user's own, which has to be typed again.
+    Raises UserError for an override that names code, or a place, and for a configuration folder of the user's own,
+    which has to be typed again.
     """
     saved, now = read_run_file(run), [_key(word) for word in typed if _is_override(word)]
     flags = [str(word) for word in saved.get("flags", [])]
@@ -84,7 +71,7 @@ def overrides_of(run: Path, typed: Sequence[str] = ()) -> list[str]:
                 f"{run / RUN_FILE} has {override[:100]!r}, which could run code, or write or send data elsewhere; "
                 "if you trust it, type it again"
             )
-        kept.append(_placed(override, str(saved.get("cwd", ""))))
+        kept.append(override)
     return kept
 
 
@@ -145,16 +132,3 @@ def _is_unsafe(override: str) -> bool:
     leaves = "." not in name.partition("@")[0] and ".." in value  # the folder of a group in conf/
     is_odd = printable(override) != override  # Hydra would print it as it is.
     return leaves or is_odd or not _PLAIN.match(override) or bool(_UNSAFE.search(override))
-
-
-def _placed(override: str, start: str) -> str:
-    """Return an override whose paths, if they exist below the folder ``start``, can be used in this folder."""
-    name, equals, value = override.partition("=")
-    if not os.path.isdir(start) or start == os.getcwd() or not _PATHS & {*name.split(".")}:
-        return override
-
-    def there(found: re.Match[str]) -> str:
-        path = os.path.join(start, found[1].strip("'\""))
-        return f"'{path}'" if os.path.exists(path) else found[0]
-
-    return name + equals + _WORDS.sub(there, value)

@@ -108,32 +108,13 @@ def test_a_checkpoint_is_named_as_it_is_whatever_hydra_reads_in_its_name(name, t
     assert with_run(words[1:]) == words, "a process that Lightning starts has the quoted name"
 
 
-def test_several_checkpoints_are_of_one_run_and_one_without_a_run_stands_alone(tmp_path, capsys):
-    one, two = saved(tmp_path / "one", ["seed=5"]), saved(tmp_path / "two", ["seed=5"])
-    path = one.removeprefix("ckpt_path=")
-    assert with_run(["-m", f"{one},{path}"]) == ["-m", "seed=5", f"{one},{path}"]
-    with pytest.raises(UserError, match="are of several runs"):
-        with_run(["-m", f"{one},{two.removeprefix('ckpt_path=')}"])
+def test_a_checkpoint_without_a_run_stands_alone(tmp_path, capsys):
     (tmp_path / "alone.ckpt").touch()
     words = [f"ckpt_path={tmp_path / 'alone.ckpt'}"]
     assert with_run(words) == words
     assert "No run.json of a run lies beside" in capsys.readouterr().out
     for words in (["seed=1"], ["ckpt_path=null"], ["ckpt_path="], []):
         assert with_run(words) == words
-
-
-def test_relative_paths_are_those_of_the_folder_that_the_run_was_started_in(tmp_path, monkeypatch):
-    home = tmp_path / "my home"
-    for name in ("corpus", "a.jsonl", "b c.jsonl"):
-        (home / name).mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    sets = "data.path={web: a.jsonl, code: 'b c.jsonl'}"
-    saved(home / "one", [*TEXT, "model=pretrained", "model.path=Qwen/Qwen3-0.6B"], cwd=str(home))
-    saved(home / "two", ["data=text", sets], cwd=str(home))
-    cfg = configuration(home / "one")
-    assert (cfg["data"]["path"], cfg["model"]["path"]) == (str(home / "corpus"), "Qwen/Qwen3-0.6B")
-    assert configuration(home / "one", "data.path=corpus")["data"]["path"] == "corpus"
-    assert configuration(home / "two")["data"]["path"] == {"web": f"{home}/a.jsonl", "code": f"{home}/b c.jsonl"}
 
 
 ATTACKS = [
