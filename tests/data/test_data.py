@@ -73,16 +73,6 @@ def test_synthetic_batches_have_the_sizes_asked_for_and_are_the_same_every_time(
     assert synthetic().tokenizer is None
 
 
-def test_synthetic_labels_are_ignored_at_the_fraction_asked_for():
-    fraction = 0.25
-    batches = list(synthetic(ignored_fraction=fraction, num_train_batches=50).train_dataloader())
-    input_ids, labels = (torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "labels"))
-    ignored = labels == IGNORE_INDEX
-    assert abs(ignored.double().mean() - fraction) < 0.02  # 12,800 tokens: five standard deviations
-    assert torch.equal(labels[~ignored], input_ids[~ignored])
-    assert (input_ids >= 0).all()
-
-
 # --- configuration -----------------------------------------------------------------------------------------------
 
 CHOSEN = {
