@@ -20,15 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from lit_fused.data.chat_template import CHATML, CHATML_TOKENS, TemplatedEncoding, with_chat_template
-from lit_fused.data.conversations import (
-    FORMS,
-    Message,
-    check_border,
-    column_of_messages,
-    read_conversation,
-    says,
-    weight_of,
-)
+from lit_fused.data.conversations import Message, check_border, read_conversation, says, weight_of
 from lit_fused.data.encoding import Encoded, LeftOut, as_mask, joined
 from lit_fused.data.tokenizer import MIN_VOCAB_SIZE
 from lit_fused.errors import UserError, check_switches
@@ -68,11 +60,6 @@ class ChatEncoding(TemplatedEncoding):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_switches({"train_on_prompt": bool}, {"train_on_prompt": self.train_on_prompt})
-
-    def form(self, columns: Sequence[str]) -> str:
-        """Return the name of the form that records with these columns have. UserError: they hold no conversations."""
-        column = column_of_messages(columns, self.messages_column)
-        return f"{FORMS.get(column, 'conversations')} in the column {column}"
 
     def training_texts(self, document: Mapping[str, Any]) -> list[str]:
         messages, _ = read_conversation(document, self.messages_column)

@@ -55,10 +55,6 @@ class Encoding:
     block_size: int
     columns: Sequence[str] = ()
 
-    def form(self, columns: Sequence[str]) -> str:
-        """Return what form the records have, for a person; raise UserError if they have none that is known."""
-        return ""
-
     def training_texts(self, document: Any) -> Sequence[str]:
         """Return the texts of a document on which a tokenizer is trained."""
         return [document]

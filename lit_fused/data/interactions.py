@@ -43,8 +43,14 @@ class Interactions:
 
 
 def read_table(path: Path, columns: list[str]) -> pa.Table:
-    """Return columns of what ``load_records`` reads. UserError: some rows have nothing there."""
-    table: pa.Table = load_records(path).select_columns(columns).with_format("arrow")[:]
+    """Return columns of what ``load_records`` reads. UserError: it has not all of them, or not in all rows."""
+    records = load_records(path)
+    if missing := [name for name in columns if name not in records.column_names]:
+        raise UserError(
+            f"{path} has no column {' and no column '.join(missing)}; it has {', '.join(records.column_names)}: name "
+            "them by data.user_column, data.item_column, data.timestamp_column and data.weight_column"
+        )
+    table: pa.Table = records.select_columns(columns).with_format("arrow")[:]
     for name in columns:
         column = table[name]
         if column.type in (pa.string(), pa.large_string()):  # A cell of a CSV file that was left empty is "".

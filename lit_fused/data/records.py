@@ -13,21 +13,13 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import fsspec
-from datasets import (
-    Dataset,
-    are_progress_bars_disabled,
-    concatenate_datasets,
-    disable_progress_bars,
-    enable_progress_bars,
-    load_dataset,
-    load_from_disk,
-)
+from datasets import Dataset, concatenate_datasets, load_dataset, load_from_disk
+from datasets.exceptions import DatasetsError
 
 from lit_fused.errors import UserError
 
@@ -88,7 +80,7 @@ def load_records(
     encoding = codecs.lookup(encoding).name
     place: dict[str, Any] = {} if cache_dir is None else {"cache_dir": str(Path(cache_dir).expanduser())}
     local = _STDLIB if path is None else Path(path).expanduser().absolute()
-    with bars_in_a_terminal_alone():
+    try:
         if any((local / file).is_file() for file in ("state.json", "dataset_dict.json")):
             saved: Any = load_from_disk(str(local))
             parts = [saved if isinstance(saved, Dataset) else saved[split]]
@@ -101,6 +93,8 @@ def load_records(
             parts = [Dataset.from_generator(_streamed, gen_kwargs=stream, **place)]
         else:
             parts = [load_dataset(str(path), name, split=split, revision=revision, **place)]
+    except (DatasetsError, ConnectionError) as error:  # Its cause may name what a stranger's file has.
+        raise UserError(f"{path} cannot be read: {str(error.__cause__ or error).splitlines()[0]}") from error
     if columns is not None:
         there = sorted({column for part in parts for column in part.column_names})
         parts = [part.select_columns([c for c in columns if c in part.column_names]) for part in parts]
@@ -135,19 +129,6 @@ def _parts(local: Path, split: str, encoding: str, max_bytes: int | None, place:
         data_files = {base: [glob.escape(str(file)) for file in group]}
         parts.append(load_dataset(kind, data_files=data_files, split=split, **place, **options))
     return parts
-
-
-@contextmanager
-def bars_in_a_terminal_alone() -> Iterator[None]:
-    """Keep the library's progress bars out of pipes and files."""
-    are_hidden = are_progress_bars_disabled()
-    if not sys.stderr.isatty():
-        disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not are_hidden:
-            enable_progress_bars()
 
 
 def find_files(root: Path, suffixes: tuple[str, ...], skipped: frozenset[str] = frozenset()) -> list[Path]:

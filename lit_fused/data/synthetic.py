@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lit_fused.data.loader import BatchDataModule, BatchLoader, counted
+from lit_fused.data.loader import BatchDataModule, BatchLoader
 from lit_fused.errors import checked_options
 
 
@@ -53,10 +53,6 @@ class _RandomTokens(Dataset[dict[str, Tensor]]):
     block_size: int
     num_samples: int
     seed: int
-
-    @property
-    def contents(self) -> str:
-        return f"{counted(self.num_samples, 'row')} of {self.block_size} tokens"
 
     def __len__(self) -> int:
         return self.num_samples

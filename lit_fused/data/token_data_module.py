@@ -214,8 +214,6 @@ class TokenDataModule(BatchDataModule):
             source = part.source if isinstance(part.source, Dataset | Records) else Records(part.source)
             weight = self._weight_column(part)
             found = source.load(column, self.cache_dir, weight) if isinstance(source, Records) else source
-            if form := encoding.form(found.column_names):
-                rank_zero_info(f"data.path{f'.{part.name}' * bool(part.name)}: {form}")
             records[part] = found
             splits[part] = choose_split(contents_of(found, column), part.val_fraction)
         if tokenizer is None:
@@ -271,7 +269,7 @@ class TokenDataModule(BatchDataModule):
         parts = {name: self._rows("train", name, tokens) for name, tokens in self.prepared.to_train_on.items()}
         rows = self._masked(MixedRows(parts, self.weights) if len(parts) > 1 else next(iter(parts.values())))
         if (share := rows.share_of_tokens) is not None:
-            rank_zero_info(f"data.packing={self.packing}: {rows.contents}; {share:.2%} of all positions hold tokens")
+            rank_zero_info(f"data.packing={self.packing}: {share:.2%} of all positions hold tokens")
         return self.training_batches(rows, collate_of(self.packing, self.pad_token_id))
 
     def val_dataloader(self) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lit_fused.errors import check_switches
+from lit_fused.errors import check_switches, explained
 from lit_fused.models.special_tokens import closing_tokens, one_of_each
 
 
@@ -77,7 +77,8 @@ def encode_prompt(
     the prompt is a user's message, or a list of messages."""
     if chat:
         message = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        text: Any = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        with explained("the tokenizer's chat template refuses the prompt", "leave chat=true out, or mend it"):
+            text: Any = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
         ids: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:
         ids = tokenizer(str(prompt))["input_ids"]

@@ -187,6 +187,7 @@ def test_bad_files_are_sentences(tmp_path):
         with pytest.raises(UserError, match=match):
             InteractionDataModule(write(tmp_path, rows, names), **options).setup()
 
+    fails("has no column item; it has user, thing, timestamp", [(1, 2, 3)], "user thing timestamp")
     fails("1 of 2 rows have no item", [(1, 2, 3), (1, None, 3)])
     fails("1 of 2 rows have no item", [(1, " ", 3), (1, "a", 3)])
     (tmp_path / "blank.csv").write_text("user,item,timestamp\n1,a,1\n1,,2\n")

@@ -140,9 +140,9 @@ class _Steps(L.Callback):
 
 
 def _length(trainer: L.Trainer) -> str:
-    """Return what a fit trains on, as far as the data say it, and for how long: "3 epochs are 117 steps"."""
-    contents, end = getattr(trainer.train_dataloader, "contents", "training"), total_steps(trainer)
+    """Return how long a fit trains: "3 epochs are 117 steps"."""
+    end = total_steps(trainer)
     batches = trainer.num_training_batches / trainer.accumulate_grad_batches
     epochs = f"{end / math.ceil(batches):.2g} epochs are " if 0 < batches < math.inf else ""
     length = f"{epochs}{int(end):,} steps" if math.isfinite(end) else "no end"
-    return f"{contents}: {length}".replace(": 1 epochs are", ": 1 epoch is")
+    return f"training: {length}".replace(": 1 epochs are", ": 1 epoch is")
