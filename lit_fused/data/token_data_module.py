@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -27,10 +26,10 @@ from lit_fused.data.split import choose_split
 from lit_fused.data.stored_scores import StoredScores
 from lit_fused.data.tokenized import contents_of, notes_of, tokenized, trained_tokenizer
 from lit_fused.data.tokenizer import load_tokenizer, vocab_size_of
-from lit_fused.data.tokens import Integers, TokenArrays, Tokens
+from lit_fused.data.tokens import TokenArrays, Tokens
 from lit_fused.errors import UserError, check_choice, check_number, check_whole, checked_options, did_you_mean
 
-_PROMPTS, _PROMPT_TOKENS = 64, 16  # held-out documents among which one is chosen, and the first tokens of a text
+_PROMPT_TOKENS = 16  # the first ones of a text
 
 
 @dataclass(frozen=True)
@@ -253,17 +252,13 @@ class TokenDataModule(BatchDataModule):
         return next((token for token in candidates if isinstance(token, int)), 0)
 
     def held_out_prompt(self) -> Tensor:
-        """Return a prompt from the held-out documents, (1, T) int64, T >= 1, at most half a block: what precedes a
-        first answer (the first user's turn, a pair's source), or the first tokens of a text."""
+        """Return a prompt from the first held-out document, (1, T) int64, T >= 1, at most half a block: what precedes
+        the first answer (the first user's turn, a pair's source), or the first tokens of a text."""
         held_out, most = self.prepared.val, max(1, self.block_size // 2)
-        prompts: list[Integers] = []
-        for start, end in pairwise([0, *held_out.ends[:_PROMPTS].tolist()]):
-            tokens, loss_mask = held_out.read(start, end)
-            before = 0 if loss_mask is None else int(loss_mask.argmax())
-            prompts.append(tokens[: before or max(1, min(_PROMPT_TOKENS, most, len(tokens) // 2))])
-        fitting = [prompt for prompt in prompts if len(prompt) <= most] or [min(prompts, key=len)[-most:]]
-        # A text of a few words says little; the first of the longest beginnings is shown.
-        return torch.from_numpy(fitting[0] if held_out.has_answers else max(fitting, key=len))[None]
+        tokens, loss_mask = held_out.read(0, int(held_out.ends[0]))
+        before = 0 if loss_mask is None else int(loss_mask.argmax())
+        prompt = tokens[:before][-most:] if before else tokens[: max(1, min(_PROMPT_TOKENS, most, len(tokens) // 2))]
+        return torch.from_numpy(prompt)[None]
 
     def train_dataloader(self) -> BatchLoader:
         parts = {name: self._rows("train", name, tokens) for name, tokens in self.prepared.to_train_on.items()}

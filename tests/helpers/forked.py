@@ -39,7 +39,6 @@ PRELOADED = (
     "hydra.main",
     "lit_fused.app.cli",
     "lit_fused.app.commands.training",
-    "lit_fused.app.loggers",
     "lit_fused.app.launching",
     "lit_fused.app.reporting.finish",
     "lit_fused.callbacks",

@@ -57,14 +57,8 @@ def score(cfg: DictConfig) -> None:
     name = own if cfg.ckpt_path is None else str(Path(cfg.ckpt_path).absolute())
     path = Path(options.path or Path(cfg.output_dir, "scores.parquet"))
     header, tokens = write_scores(path, options, data, module, name, trainer)
-    if header.k is None:
-        what = f"log-probabilities of the answers to {sum(header.rows.values()):,} prompts"
-        how = "module=preference module.reference=stored"
-    elif header.width is not None:
-        what, how = f"{header.width} numbers ({header.dtype}) of each position", "module=distillation"
-    else:
-        what, how = f"{header.k} of {header.vocabulary:,} entries at each position", "module=distillation"
-    print(f"{path}: {what}, {tokens:,} tokens, by {name}")
+    how = "module=preference module.reference=stored" if header.k is None else "module=distillation"
+    print(f"{path}: {tokens:,} tokens, by {name}")
     print(f"Train on them: python train.py {how} data.scores={path} ... (with the same data)")
 
 
