@@ -168,7 +168,8 @@ def _texts(files: list[Path], max_bytes: int | None, encoding: str, place: dict[
 def _documents(files: list[tuple[str, int, int, int | None]], encoding: str) -> Iterator[dict[str, str]]:
     """Yield the documents of text files; of one that is cut, an incomplete last character is dropped."""
     for name, size, _, most in files:
-        with fsspec.open(name, "rb", compression="infer") as stream:
+        opened: Any = fsspec.open(name, "rb", compression="infer")
+        with opened as stream:
             if most is None:
                 content: Any = io.TextIOWrapper(stream, encoding, newline="")
             else:
