@@ -1,6 +1,5 @@
 """Define the data module of everything that becomes tokens, and build it from one flat set of options."""
 
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -142,11 +141,9 @@ class TokenDataModule(BatchDataModule):
         self.packing: Packing = packing or packings[0]
         check_choice("data.packing", self.packing, packings)
         fraction = float(val_fraction) if val_source is None else 0.0
-        self.sets = [_Set(name, part, fraction) for name, part in _named("data.path", source).items()]
-        if weights is not None:
-            _check_weights(weights, [part.name for part in self.sets])
+        self.sets = [_Set(name, part, fraction) for name, part in _named(source).items()]
         if val_source is not None:
-            self.sets += [_Set(name, part, 1.0) for name, part in _named("data.val_path", val_source).items()]
+            self.sets += [_Set(name, part, 1.0) for name, part in _named(val_source).items()]
         if encoding is not None:
             check_whole("data.vocab_size", vocab_size, encoding.min_vocab_size)
         own = {part.name: getattr(part.source, "loss_weight", None) for part in self.sets if part.val_fraction < 1}
@@ -302,21 +299,8 @@ def _set_name(side: str, name: str) -> str:
     return f"{side}/{name}" if name else side
 
 
-def _named(option: str, source: Sources) -> dict[str, Source]:
-    if not isinstance(source, Mapping):
-        return {"": source}
-    if wrong := next((name for name in source if not re.fullmatch(r"[\w-]+", str(name))), None):
-        raise UserError(f"{option} names a set {wrong!r}; its name is part of metrics' names: letters, digits, - and _")
-    return {str(name): part for name, part in source.items()}
-
-
-def _check_weights(weights: Mapping[str, float], names: list[str]) -> None:
-    given = dict(weights) if isinstance(weights, Mapping) else {}
-    if {*map(str, given)} != {*names} or min(given.values(), default=-1) < 0 or not sum(given.values()) > 0:
-        raise UserError(
-            f"data.weights must be numbers of 0 or more, one above 0, for the sets of data.path ({', '.join(names)}); "
-            f"got {weights}"
-        )
+def _named(source: Sources) -> dict[str, Source]:
+    return {str(name): part for name, part in source.items()} if isinstance(source, Mapping) else {"": source}
 
 
 def compose_data(
