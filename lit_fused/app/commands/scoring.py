@@ -13,7 +13,7 @@ from rich.progress import track
 from lit_fused.app.one_device import chosen_module, on_device, one_device_trainer
 from lit_fused.data import PreferenceEncoding, TokenDataModule
 from lit_fused.data.stored_scores import ScoreHeader, ScoreWriter, write_output_layer
-from lit_fused.errors import UserError, check_switches
+from lit_fused.errors import check_switches
 from lit_fused.objectives.distillation import scores_to_store, teacher_head
 from lit_fused.objectives.preference_loss import answers_to_store
 from lit_fused.ops.label_checks import IGNORE_INDEX
@@ -46,8 +46,6 @@ def score(cfg: DictConfig) -> None:
     options: ScoreOptions = instantiate(cfg.score)
     trainer = one_device_trainer(cfg)
     data = instantiate(cfg.data, scores=None) if "scores" in cfg.data else instantiate(cfg.data)
-    if not isinstance(data, TokenDataModule):
-        raise UserError(f"mode=score scores data that become tokens on the disk, and {type(data).__name__} are not")
     data.prepare_data()
     data.setup("fit")
     if "reference" in cfg.module:
@@ -68,11 +66,6 @@ def write_scores(
     """Write the scores of all rows of set-up data. Return the file's header, and the number of tokens."""
     model, sets, tokens = module.model, data.rows_in_order(), 0
     of_answers = isinstance(data.encoding, PreferenceEncoding)
-    if data.vocab_size > model.vocabulary:
-        raise UserError(
-            f"the data have tokens up to {data.vocab_size - 1}, and the model's vocabulary ends at {model.vocabulary}; "
-            "score them with a model of their tokenizer (data.tokenizer)"
-        )
     stores_hidden, layer = options.hidden and not of_answers, None
     model.prepare(module.device)
     with torch.inference_mode(), trainer.precision_plugin.forward_context():
