@@ -132,10 +132,11 @@ def _parts(local: Path, split: str, encoding: str, max_bytes: int | None, place:
 
 
 def find_files(root: Path, suffixes: tuple[str, ...], skipped: frozenset[str] = frozenset()) -> list[Path]:
-    """Return the files below ``root`` that end in one of ``suffixes``, sorted, without hidden files and folders."""
+    """Return the files below ``root`` that end in one of ``suffixes``, sorted, without hidden files and folders. Links
+    are followed, and a file to which several paths lead is read once."""
     names = glob.glob("**", root_dir=root, recursive=True)
     found = [root / name for name in names if name.endswith(suffixes) and not skipped & {*Path(name).parts}]
-    return sorted(filter(Path.is_file, found))
+    return sorted({path.resolve(): path for path in sorted(found, reverse=True) if path.is_file()}.values())
 
 
 def _of_split(files: list[Path], root: Path, split: str) -> list[Path]:
