@@ -5,6 +5,7 @@ the installed ``conf/``, so nothing that a stranger's folder describes is ever b
 place where data would be written or sent, is refused unless it is typed.
 """
 
+import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from lit_fused.errors import UserError, resuming
 from lit_fused.ops.user_error import printable
 
 _OF_ONE_RUN = {"mode", "ckpt_path", "output_dir", "prompt", "hydra"}
+_PATHS = {"path", "val_path", "tokenizer", "cache_dir", "chat_template", "scores", "items"}
 _PLAIN = re.compile(r"(\+\+?|~)?[A-Za-z]")  # Anything else could be a flag of the command line.
 _UNSAFE = re.compile(
     r"^\W*hydra|_(target|partial|args|recursive|convert)_|\$\{"  # what is built
@@ -31,6 +33,7 @@ _UNSAFE = re.compile(
     r"|\b((file|adapter_)?name|version)\W*[=:].*(/|\.\.)",  # where is written
     re.DOTALL,
 )
+_WORDS = re.compile(r"""('[^']*'|"[^"]*"|[^\s{}\[\],:='"]+)(?=\s*([,}\]]|$))""")  # of an override's value
 
 
 def with_run(words: Sequence[str]) -> list[str]:
@@ -52,8 +55,8 @@ def with_run(words: Sequence[str]) -> list[str]:
 def overrides_of(run: Path, typed: Sequence[str] = ()) -> list[str]:
     """Return the overrides of a run that those ``typed`` leave; a group chosen anew drops what was set below it.
 
-    Raises UserError for an override that names code, or a place, and for a configuration folder of the user's own,
-    which has to be typed again.
+    Relative paths of data and models are those of the folder that the run was started in. Raises UserError for an
+    override that names code, or a place, and for a configuration folder of the user's own, which has to be typed again.
     """
     saved, now = read_run_file(run), [_key(word) for word in typed if _is_override(word)]
     flags = [str(word) for word in saved.get("flags", [])]
@@ -71,7 +74,7 @@ def overrides_of(run: Path, typed: Sequence[str] = ()) -> list[str]:
                 f"{run / RUN_FILE} has {override[:100]!r}, which could run code, or write or send data elsewhere; "
                 "if you trust it, type it again"
             )
-        kept.append(override)
+        kept.append(_placed(override, str(saved.get("cwd", ""))))
     return kept
 
 
@@ -132,3 +135,16 @@ def _is_unsafe(override: str) -> bool:
     leaves = "." not in name.partition("@")[0] and ".." in value  # the folder of a group in conf/
     is_odd = printable(override) != override  # Hydra would print it as it is.
     return leaves or is_odd or not _PLAIN.match(override) or bool(_UNSAFE.search(override))
+
+
+def _placed(override: str, start: str) -> str:
+    """Return an override whose paths, if they exist below the folder ``start``, can be used in this folder."""
+    name, equals, value = override.partition("=")
+    if not os.path.isdir(start) or start == os.getcwd() or not _PATHS & {*name.split(".")}:
+        return override
+
+    def there(found: re.Match[str]) -> str:
+        path = os.path.join(start, found[1].strip("'\""))
+        return f"'{path}'" if os.path.exists(path) else found[0]
+
+    return name + equals + _WORDS.sub(there, value)

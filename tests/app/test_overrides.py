@@ -117,6 +117,20 @@ def test_a_checkpoint_without_a_run_stands_alone(tmp_path, capsys):
         assert with_run(words) == words
 
 
+def test_relative_paths_are_those_of_the_folder_that_the_run_was_started_in(tmp_path, monkeypatch):
+    home = tmp_path / "my home"
+    for name in ("corpus", "a.jsonl", "b c.jsonl"):
+        (home / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    sets = "data.path={web: a.jsonl, code: 'b c.jsonl'}"
+    saved(home / "one", [*TEXT, "model=pretrained", "model.path=Qwen/Qwen3-0.6B"], cwd=str(home))
+    saved(home / "two", ["data=text", sets], cwd=str(home))
+    cfg = configuration(home / "one")
+    assert (cfg["data"]["path"], cfg["model"]["path"]) == (str(home / "corpus"), "Qwen/Qwen3-0.6B")
+    assert configuration(home / "one", "data.path=corpus")["data"]["path"] == "corpus"
+    assert configuration(home / "two")["data"]["path"] == {"web": f"{home}/a.jsonl", "code": f"{home}/b c.jsonl"}
+
+
 ATTACKS = [
     "model._target_=os.system",
     "+callbacks.x._target_=os.system",
