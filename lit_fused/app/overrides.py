@@ -44,7 +44,8 @@ def with_run(words: Sequence[str]) -> list[str]:
     if place is None:
         return words
     value = words[place].partition("=")[2]
-    found = checkpoint_of(value if Path(value).exists() else value.strip("'\"").replace("\\", ""))
+    is_plain = value[:1] in "'\"" or os.path.exists(value)  # Hydra reads other names with backslashes.
+    found = checkpoint_of(value.strip("'\"") if is_plain else value.replace("\\", ""))
     words[place], run = shlex.split(resuming(found))[0], run_of(found)
     if run is None:
         print(f"No {RUN_FILE} of a run lies beside {found}: the command line's configuration is used alone.")
