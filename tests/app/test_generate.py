@@ -35,14 +35,13 @@ GREEDY = ["mode=generate", f'prompt="{PROMPT}"', "generate.temperature=0", "gene
 def run(tmp_path_factory) -> Path:
     """The folder that a run was started in: a model from its configuration, its average, the best checkpoint."""
     folder = tmp_path_factory.mktemp("generate")
-    finished = train(
+    train(
         folder,
         *("data=text", f"data.path={text_folder(folder)}", "data.vocab_size=400", "data.block_size=32"),
         *("callbacks=[ema,best]", "callbacks.weight_average.decay=0.9"),
         *("trainer.val_check_interval=10", "trainer.max_steps=20", *TINY_MODEL),
         *("optimizer.lr=1e-2", "callbacks.checkpoint.every_n_train_steps=10", "hydra.run.dir=out"),
     )
-    assert finished.status == 0, finished.output
     return folder
 
 
@@ -65,7 +64,6 @@ def test_a_checkpoint_and_the_exported_folder_continue_a_prompt_as_transformers_
     expected = greedy_text(exported).strip()
     best = next((run / "out" / "checkpoints").glob("best-*.ckpt"))
     finished = train(tmp_path, *GREEDY, f"ckpt_path={best}")
-    assert finished.status == 0, finished.output
     assert finished.output.strip() == expected, "the text, and nothing else"
     from_folder = ["model=pretrained", f"model.path={exported}"]
     assert said(capsys, *from_folder).strip() == expected

@@ -58,7 +58,6 @@ def test_a_strangers_runs_are_reported_and_resumed_without_their_escapes(tmp_pat
 
 def test_the_command_prints_no_escapes_of_a_strangers_file(tmp_path):
     (tmp_path / "data.jsonl").write_text(json.dumps({ESCAPE: "a"}) + "\n")
-    done = train(tmp_path, *TINY_MODEL, "data=text", "data.path=data.jsonl")
-    assert done.status == 1
+    done = train(tmp_path, *TINY_MODEL, "data=text", "data.path=data.jsonl", status=1)
     assert r"has the columns \x1b]52;" in done.output
     assert "\x1b" not in done.output
