@@ -11,6 +11,7 @@ from importlib.metadata import version
 
 import hydra
 
+from lit_fused import __version__
 from lit_fused.app.commands import run
 from lit_fused.app.overrides import with_run
 from lit_fused.errors import UserError
@@ -18,7 +19,7 @@ from lit_fused.ops.user_error import printable
 
 _PACKAGED = "pkg://lit_fused.conf"
 _ANSWERED = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
-_VERSIONS = ("lit-fused", "torch", "lightning", "transformers")
+_VERSIONS = ("torch", "lightning", "transformers")
 
 
 def main(conf: str = _PACKAGED) -> None:
@@ -26,7 +27,7 @@ def main(conf: str = _PACKAGED) -> None:
     if _ANSWERED.intersection(sys.argv) and hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends a listing without an error
     if sys.argv[1:] == ["--version"]:
-        print(", ".join(f"{name} {version(name)}" for name in _VERSIONS))
+        print(f"lit-fused {__version__},", ", ".join(f"{name} {version(name)}" for name in _VERSIONS))
         return
     if sys.argv[1:2] == ["--certify"]:
         _certify(sys.argv[2:])

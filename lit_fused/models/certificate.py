@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lit_fused import __version__
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, identify_head, output_layer, transformers_model
 from lit_fused.heads.capture import UnsupportedHeadError
@@ -114,8 +115,8 @@ def certificate_of(model: LanguageModel, *, divided: bool) -> Certificate | None
 
 def _versions() -> Certificate:
     """Return the versions and the date that every certificate has."""
-    names = {"lit_fused": "lit-fused", "torch": "torch", "transformers": "transformers"}
-    return {name: version(package) for name, package in names.items()} | {"date": f"{datetime.now(UTC):%Y-%m-%d}"}
+    versions = {"lit_fused": __version__, "torch": version("torch"), "transformers": version("transformers")}
+    return versions | {"date": f"{datetime.now(UTC):%Y-%m-%d}"}
 
 
 def text_of(certificate: Certificate) -> str:

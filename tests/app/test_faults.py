@@ -18,7 +18,7 @@ HELPERS = Path(__file__).parents[1] / "helpers"
 @pytest.mark.slow
 def test_a_run_whose_disk_is_full_keeps_its_last_whole_checkpoint_and_goes_on_from_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HELPERS), os.environ.get("PYTHONPATH", "")]))
-    full = {"_target_": "full_disk.FullDisk", "hook": "on_train_batch_start", "step": 7, "size": 20_000}
+    full = {"_target_": "full_disk.FullDisk", "step": 7, "size": 20_000}
     disk = [f"+callbacks.full.{name}={value}" for name, value in full.items()]
     stopped = train(tmp_path, *JOB, *disk, "hydra.run.dir=out", status=1)
     assert "last.ckpt.partial" in stopped.output

@@ -58,7 +58,6 @@ def said(capsys: Any, *overrides: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.timeout(240)
 def test_a_checkpoint_and_the_exported_folder_continue_a_prompt_as_transformers_does(run, tmp_path, capsys):
     exported = run / "out" / "exported"
     expected = greedy_text(exported).strip()

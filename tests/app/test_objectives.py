@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from commands import ROOT, summary, train
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 MODEL = [f"model.config.{name}={value}" for name, value in (SIZE | {"num_key_value_heads": 2}).items()]

@@ -229,7 +229,6 @@ def test_a_broken_file_is_that_of_no_overrides(text, tmp_path):
     assert overrides_of(tmp_path) == []
 
 
-@pytest.mark.timeout(240)
 def test_a_path_is_enough_to_evaluate_and_to_resume(tmp_path):
     home = tmp_path / "home"
     text_folder(home)

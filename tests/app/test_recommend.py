@@ -77,7 +77,6 @@ def test_a_run_is_fitted_tested_and_recommends_and_goes_on_with_a_catalogue_that
     assert len(numbers) == 26
 
 
-@pytest.mark.timeout(300)
 def test_the_export_command_writes_a_recommender_with_its_items_as_its_run_did_also_without_the_data(tmp_path):
     pa_csv.write_csv(table(20), tmp_path / "x.csv")
     fit = ("module=recommender", "data=interactions", "data.batch_size=16", *COLUMNS, "data.path=x.csv")

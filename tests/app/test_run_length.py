@@ -50,10 +50,7 @@ def test_what_the_settings_leave_open_is_filled_in_and_the_rest_stays():
     assert lengths("trainer.val_check_interval=50", "trainer.max_epochs=2") == [-1, 50, None]
     assert open_values(
         {"max_epochs": 3, "max_steps": -1, "val_check_interval": None, "check_val_every_n_epoch": None}
-    ) == {
-        "val_check_interval": 1.0,
-        "check_val_every_n_epoch": 1,
-    }
+    ) == {"val_check_interval": 1.0, "check_val_every_n_epoch": 1}
     assert open_values({"_target_": "my.Trainer"}) == {}
 
 

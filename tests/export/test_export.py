@@ -38,7 +38,6 @@ def assert_same_folder(one: Path, other: Path) -> None:
         assert file.read_bytes() == (other / file.name).read_bytes(), file.name
 
 
-@pytest.mark.timeout(300)
 def test_the_command_writes_from_a_folder_what_the_run_itself_exported(run, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(run.parent / "cache"))
     done = export(tmp_path, run / "checkpoints" / "last.ckpt", "model")
@@ -71,7 +70,6 @@ main(sys.argv[2:])
 """
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_export_that_is_stopped_leaves_no_folder_under_its_name(number, run, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(run.parent / "cache"))
@@ -84,7 +82,6 @@ def test_an_export_that_is_stopped_leaves_no_folder_under_its_name(number, run, 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_weights_of_a_file_keep_their_dtype_and_the_tokenizer_may_be_left_out(run, tmp_path):
     halves = read_checkpoint(run / "checkpoints" / "last.ckpt")
     halves["state_dict"] = {name: weight.bfloat16() for name, weight in halves["state_dict"].items()}

@@ -154,7 +154,6 @@ def test_adapters_ask_for_a_vocabulary_that_is_large_enough(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_two_ranks_of_fsdp2_let_it_grow_and_their_checkpoint_is_exported_and_resumed_by_one(tmp_path):
     folder = pretrained(tmp_path / "model", "llama_tied")
     overrides = ["model=pretrained", f"model.path={folder}", "data=text", f"data.path={text_folder(tmp_path)}"]
@@ -220,7 +219,6 @@ def test_the_path_has_to_be_given():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_adapters_around_a_pretrained_model_train_and_export_from_the_command(tmp_path):
     folder = pretrained(tmp_path / "model", "llama_tied")
     train(

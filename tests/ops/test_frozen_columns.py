@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from largest_tensor import LargestTensor
 from ranks import call as call_in_processes
 from torch import Tensor
+from vocabulary_ranks import shard_of
 
 from lit_fused.ops import TeacherHead, frozen_columns, linear_cross_entropy, linear_distillation, token_scores
 from lit_fused.ops.frozen_columns import FrozenColumns, whole_weight, with_frozen_columns
-from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
 ROOT = Path(__file__).parents[2]
 TOKENS, HIDDEN, VOCABULARY = 40, 24, 1000
@@ -80,23 +79,19 @@ def selected_scores(hidden: Tensor, weight: Tensor, **more: Any) -> tuple[Tensor
     return scores.log_prob, scores.selected
 
 
-def scores_of_own_rows(rank: int, folder: Path) -> tuple[Tensor, Tensor]:
+def scores_of_own_rows(rank: int) -> tuple[Tensor, Tensor]:
     """A process that has some of the rows of both kinds of columns."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    own, (hidden, up, frozen) = (slice(0, 600), slice(600, VOCABULARY))[rank], operands(3, made=False)
+    (shard, own), (hidden, up, frozen) = shard_of(rank, (600, VOCABULARY - 600)), operands(3, made=False)
     part = FrozenColumns(frozen.rows(own).__getitem__, HIDDEN, frozen.stored)
-    group = dist.group.WORLD
-    assert group is not None
-    shard = VocabularyShard(own.start, VOCABULARY, 600, group)
     with torch.no_grad():
         return selected_scores(hidden, with_frozen_columns(up[own] * 1, part), shard=shard)
 
 
-def test_ranks_that_divide_frozen_columns_have_the_scores_of_the_whole_weight(tmp_path):
+def test_ranks_that_divide_frozen_columns_have_the_scores_of_the_whole_weight():
     hidden, up, frozen = operands(3, made=False)
     with torch.no_grad():
         whole = selected_scores(hidden, whole_weight(with_frozen_columns(up * 1, frozen)))
-    for found in call_in_processes(scores_of_own_rows, 2, tmp_path, timeout=60):
+    for found in call_in_processes(scores_of_own_rows, 2, timeout=60):
         for one, expected in zip(found, whole, strict=True):
             assert torch.allclose(one, expected, rtol=1e-12, atol=1e-12)
 

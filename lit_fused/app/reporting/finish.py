@@ -21,6 +21,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
+from lit_fused import __version__
 from lit_fused.app.command_line import command_line
 from lit_fused.app.reporting.page import write_run_page
 from lit_fused.app.run_folder import write_whole
@@ -28,7 +29,7 @@ from lit_fused.callbacks import ExportPretrained, PeakMemoryMonitor, SampleText,
 from lit_fused.callbacks.run_checkpoint import newest_checkpoint
 from lit_fused.training import FusedLMModule
 
-_PACKAGES = ("lit-fused", "torch", "lightning", "transformers", "triton", "cut-cross-entropy", "liger-kernel", "peft")
+_PACKAGES = ("torch", "lightning", "transformers", "triton", "cut-cross-entropy", "liger-kernel", "peft")
 _SHOWN = re.compile(r"train/loss$|(val|test)/(?!(z|entropy)$)|throughput/(tokens_per_sec|mfu)$")
 
 
@@ -81,7 +82,8 @@ def _environment(trainer: L.Trainer) -> dict[str, str]:
     """Return the command, versions, devices, and the commit of a git repository around the folder it was typed in."""
     hydra, device = HydraConfig.get(), trainer.strategy.root_device
     found = {"command": shlex.join([*command_line(), *hydra.overrides.task]), "python": platform.python_version()}
-    found |= {"system": platform.platform()} | {d.name: d.version for d in distributions() if d.name in _PACKAGES}
+    found |= {"system": platform.platform(), "lit-fused": __version__}
+    found |= {d.name: d.version for d in distributions() if d.name in _PACKAGES}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     found["devices"] = f"{trainer.world_size} x {name}"
     with suppress(OSError, subprocess.SubprocessError):
