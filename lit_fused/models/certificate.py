@@ -24,9 +24,11 @@ from transformers import PreTrainedModel
 from lit_fused import __version__
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, identify_head, output_layer, transformers_model
+from lit_fused.heads.adapters import base_layer
 from lit_fused.heads.capture import UnsupportedHeadError
 from lit_fused.heads.model_state import probing
 from lit_fused.heads.probe import probe_batch
+from lit_fused.heads.quantised import dequantised_weight
 from lit_fused.heads.slices import leaf_before
 from lit_fused.losses import LinearCrossEntropyLoss
 from lit_fused.losses.loss import at_least_float32
@@ -203,7 +205,14 @@ def _in_float64(head: OutputHead, hidden_states: Tensor, targets: Tensor) -> tup
     def exact(tensor: Tensor) -> Tensor:
         return tensor.detach().to("cpu", torch.float64)
 
-    layer = copy.deepcopy(head.layer, {id(p): nn.Parameter(exact(p), p.requires_grad) for p in head.layer.parameters()})
+    base = base_layer(head.layer)
+    weight = dequantised_weight(base)
+    inputs = [p for p in head.layer.parameters() if weight is None or p is not base.weight]
+    memo: dict[int, Any] = {id(p): nn.Parameter(exact(p), p.requires_grad) for p in inputs}
+    if weight is not None:
+        memo[id(base)] = plain = nn.Linear(1, 1, device="meta")
+        plain.weight, plain.bias = nn.Parameter(exact(weight), False), memo.get(id(base.bias), base.bias)
+    layer = copy.deepcopy(head.layer, memo)
     leaf = exact(hidden_states).requires_grad_()
     operands = replace(head, layer=layer, offset=None).operands(leaf)
     bias = operands[2]

@@ -16,7 +16,7 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if "conf" not in path.rela
 ROOMS = {
     "ops": ("", "torch triton cut_cross_entropy liger_kernel"),  # alone, with relative imports: a folder of its own
     "filtered": ("ops", "torch triton"),
-    "heads": ("ops", "torch transformers numpy"),
+    "heads": ("ops", "torch transformers numpy bitsandbytes"),
     "losses": ("ops heads", "torch"),
     "objectives": ("ops heads losses", "torch"),
     "metrics": ("losses", "torch torchmetrics"),

@@ -16,6 +16,7 @@ from lit_fused.data.stored_scores import ScoreHeader, ScoreWriter, write_output_
 from lit_fused.errors import check_switches
 from lit_fused.objectives.distillation import scores_to_store, teacher_head
 from lit_fused.objectives.preference_loss import answers_to_store
+from lit_fused.ops.frozen_columns import whole_weight
 from lit_fused.ops.label_checks import IGNORE_INDEX
 from lit_fused.training import FusedLMModule, FusedSeq2SeqLMModule
 
@@ -72,6 +73,7 @@ def write_scores(
         if stores_hidden:
             first_batch = next(iter(data.batches_in_order(next(iter(sets.values())))))
             layer = teacher_head(model, trainer.strategy.batch_to_device(first_batch))
+            layer = layer._replace(weight=whole_weight(layer.weight))
     header = ScoreHeader(
         k=None if of_answers else 0 if stores_hidden else min(int(options.top_k), model.vocabulary),
         temperature=1.0 if of_answers or stores_hidden else float(options.temperature),
