@@ -1,10 +1,11 @@
 """Compare what ``lit_fused.plan`` predicts of transformers' and TRL's arguments with what their trainers then take.
 
     python benchmarks/planned_trainers.py --out planned_trainers.json
+    python benchmarks/planned_trainers.py --compile auto --only checkpointing   # cases of this word, layers compiled
     python benchmarks/planned_trainers.py --tiny   # on a CPU, to try the script
 
-Each case is planned, then trained for three steps in the same process, with layers that are not compiled. Data are
-random tokens. Rows are full, for SFT and DPO every second one: they are planned with padding. GiB at the peak.
+Each case is planned, then trained for three steps in the same process. Data are random tokens. Rows are full, for SFT
+and DPO every second one: they are planned with padding. GiB at the peak.
 """
 
 import argparse
@@ -31,26 +32,35 @@ import lit_fused
 
 GIB, TINY = 2**30, {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
 QWEN = {"vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128}
+_ROWS = "per_device_train_batch_size"
 CASES: dict[str, tuple[type[TrainingArguments], int, dict[str, Any]]] = {  # arguments, tokens of a row, options
-    "Trainer, bf16, 8 x 1024": (TrainingArguments, 1024, {"per_device_train_batch_size": 8}),
-    "Trainer, bf16, checkpointing, 8 x 4096": (
-        TrainingArguments,
-        4096,
-        {"per_device_train_batch_size": 8, "gradient_checkpointing": True},
-    ),
+    "Trainer, 8 x 1024": (TrainingArguments, 1024, {_ROWS: 8}),
+    "Trainer, 16 x 512": (TrainingArguments, 512, {_ROWS: 16}),
+    "Trainer, checkpointing, 8 x 4096": (TrainingArguments, 4096, {_ROWS: 8, "gradient_checkpointing": True}),
+    "Trainer, Adafactor, 4 x 2048": (TrainingArguments, 2048, {_ROWS: 4, "optim": "adafactor"}),
     "Trainer, float32, 4 x 1024, accumulate 2": (
         TrainingArguments,
         1024,
-        {"per_device_train_batch_size": 4, "bf16": False, "gradient_accumulation_steps": 2},
+        {_ROWS: 4, "bf16": False, "gradient_accumulation_steps": 2},
     ),
-    "SFT, bf16, 8 x 2048": (SFTConfig, 2048, {"per_device_train_batch_size": 8, "gradient_checkpointing": False}),
-    "SFT, bf16, checkpointing, 4 x 8192": (SFTConfig, 8192, {"per_device_train_batch_size": 4}),
-    "DPO, bf16, 4 x 1024": (DPOConfig, 1024, {"per_device_train_batch_size": 4, "gradient_checkpointing": False}),
-    "DPO, bf16, checkpointing, 4 x 2048": (DPOConfig, 2048, {"per_device_train_batch_size": 4}),
+    "SFT, 8 x 2048": (SFTConfig, 2048, {_ROWS: 8, "gradient_checkpointing": False}),
+    "SFT, checkpointing, 4 x 8192": (SFTConfig, 8192, {_ROWS: 4}),
+    "SFT, packing, 4 x 2048": (
+        SFTConfig,
+        2048,
+        {_ROWS: 4, "packing": True, "packing_strategy": "wrapped", "gradient_checkpointing": False},
+    ),
+    "SFT, checkpointing, 2 x 4096, accumulate 2": (SFTConfig, 4096, {_ROWS: 2, "gradient_accumulation_steps": 2}),
+    "SFT, float32, 4 x 1024": (SFTConfig, 1024, {_ROWS: 4, "bf16": False, "gradient_checkpointing": False}),
+    "DPO, 4 x 1024": (DPOConfig, 1024, {_ROWS: 4, "gradient_checkpointing": False}),
+    "DPO, 8 x 512": (DPOConfig, 512, {_ROWS: 8, "gradient_checkpointing": False}),
+    "DPO, checkpointing, 4 x 2048": (DPOConfig, 2048, {_ROWS: 4}),
+    "DPO, checkpointing, 2 x 2048, accumulate 2": (DPOConfig, 2048, {_ROWS: 2, "gradient_accumulation_steps": 2}),
+    "DPO, float32, 2 x 1024": (DPOConfig, 1024, {_ROWS: 2, "bf16": False, "gradient_checkpointing": False}),
 }
 
 
-def trainer_of(arguments: Any, model: Any, length: int) -> Any:
+def trainer_of(arguments: Any, model: Any, length: int, compile: str) -> Any:
     vocabulary, rows = model.config.vocab_size, 8 * arguments.per_device_train_batch_size
     words = {str(index): index for index in range(vocabulary)}
     core = Tokenizer(models.WordLevel(words, "0"))
@@ -65,32 +75,40 @@ def trainer_of(arguments: Any, model: Any, length: int) -> Any:
         trainer: Any = DPOTrainer(
             model, copy.deepcopy(model), args=arguments, train_dataset=data, processing_class=tokenizer
         )
-        lit_fused.fuse(trainer.ref_model, compile="none")
+        lit_fused.fuse(trainer.ref_model, compile=compile)
     elif isinstance(arguments, SFTConfig):
         data = Dataset.from_dict({"input_ids": ids})
         trainer = SFTTrainer(model, args=arguments, train_dataset=data, processing_class=tokenizer)
     else:
         data = Dataset.from_dict({"input_ids": ids, "labels": ids})
         trainer = Trainer(model, arguments, train_dataset=data)
-    lit_fused.fuse(trainer.model, compile="none")
+    lit_fused.fuse(trainer.model, compile=compile)
     return trainer
 
 
-def case(arguments: Any, model_of: Callable[[], Any], length: int, device: torch.device) -> dict[str, float]:
+def case(
+    arguments: Any, model_of: Callable[[], Any], length: int, compile: str, device: torch.device
+) -> dict[str, Any]:
     with torch.device("meta"):
-        plan = lit_fused.plan(arguments, lit_fused.fuse(model_of(), compile="none"), sequence_length=length)
+        model = model_of()
+        plan = lit_fused.plan(
+            arguments, model if compile == "auto" else lit_fused.fuse(model, compile="none"), sequence_length=length
+        )
     planned = max(sum(sizes.values()) for sizes in plan.phases.values()) / GIB
-    trainer = trainer_of(arguments, model_of(), length)
+    trainer = trainer_of(arguments, model_of(), length, compile)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
     measured = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else float("nan")
-    return {"planned": planned, "measured": measured, "difference_percent": 100 * (planned / measured - 1)}
+    difference = 100 * (planned / measured - 1)
+    return {"compile": compile, "planned": planned, "measured": measured, "difference_percent": difference}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=12, help="of Qwen3's shape at 0.6B, which has 28")
+    parser.add_argument("--compile", choices=["none", "auto"], default="none", help="as fuse compiles layers")
+    parser.add_argument("--only", default="", help="cases whose name has this word")
     parser.add_argument("--tiny", action="store_true", help="another width and shorter rows, for a CPU")
     parser.add_argument("--out", type=Path, help="a JSON file")
     options = parser.parse_args()
@@ -102,6 +120,8 @@ def main() -> None:
     common |= {"disable_tqdm": True, "logging_strategy": "no", "use_cpu": device.type == "cpu"}
     rows: list[dict[str, Any]] = []
     for name, (kind, tokens, of_case) in CASES.items():
+        if options.only not in name:
+            continue
         length = tokens // 32 if options.tiny else tokens
         of_length = {} if kind is TrainingArguments else {"max_length": length}
         row: dict[str, Any] = {"case": name}
@@ -109,7 +129,9 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 settings: dict[str, Any] = {"output_dir": folder} | common | of_length | of_case
                 arguments = kind(**settings)
-                row |= case(arguments, lambda: AutoModelForCausalLM.from_config(config), length, device)
+                row |= case(
+                    arguments, lambda: AutoModelForCausalLM.from_config(config), length, options.compile, device
+                )
         except Exception as error:  # The other cases are worth running.
             traceback.print_exc()
             row["error"] = f"{type(error).__name__}: {error}"

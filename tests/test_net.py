@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import export, text_folder, train
+from commands import export, summary, text_folder, train
 from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.net, pytest.mark.timeout(400)]
@@ -140,9 +140,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, out: str, *overrides: str, ranks: int = 1) -> dict[str, Any]:
     """Run a command and return what its summary tells of the metrics."""
-    finished = train(folder, *overrides, f"hydra.run.dir={out}", ranks=ranks)
-    assert finished.status == 0, finished.output
-    return json.loads((folder / out / "summary.json").read_text())["metrics"]
+    train(folder, *overrides, f"hydra.run.dir={out}", ranks=ranks)
+    return summary(folder / out)["metrics"]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -206,10 +205,8 @@ def test_a_run_is_evaluated_generates_and_is_exported_by_its_path(folder: Path) 
         "generate.max_new_tokens=8",
     ]
     said = [train(folder, *greedy) for _ in range(2)]
-    assert [finished.status for finished in said] == [0, 0], said[0].output
     assert said[0].output == said[1].output
     assert "3 times 4 is" in said[0].output
-    exported = export(folder, "chunked/checkpoints/last.ckpt", "again")
-    assert exported.status == 0, exported.output
+    export(folder, "chunked/checkpoints/last.ckpt", "again")
     for name, weight in weights(folder / "chunked" / "exported").items():
         assert torch.equal(weight, weights(folder / "again")[name]), name

@@ -5,6 +5,7 @@ lm_eval loads the model, tokenizes, and generates as with ``hf``. This module re
 
 import logging
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from lit_fused.evaluation.text_scores import scores_of
+from lit_fused.evaluation.text_scores import TextScorer
 
 _log = logging.getLogger(__name__)
 _Base: Any = HFLM  # Its decorator tells type checkers that it is any model.
@@ -28,6 +29,10 @@ class FusedHFLM(_Base):
     Log-probabilities are float32 whatever ``softmax_dtype`` says. With ``batch_size="auto"`` batches begin with
     ``max_batch_size`` rows, and become smaller until they fit. Encoder-decoders are refused.
     """
+
+    @cached_property
+    def _scorer(self) -> TextScorer:
+        return TextScorer(self.model)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each request's text, in windows of the model's length."""
@@ -49,7 +54,7 @@ class FusedHFLM(_Base):
         """Return the log-likelihood of each request's continuation, and whether greedy decoding would write it."""
         most, pairs = self.max_length + 1, []
         for _, context, continuation in requests:
-            assert len(continuation) < most
+            assert 0 < len(continuation) < most
             tokens = [*context, *continuation][-most:]
             pairs.append((tokens[: -len(continuation)], tokens[-len(continuation) :]))
         cut = sum(len(context) + len(continuation) > most for _, context, continuation in requests)
@@ -60,7 +65,7 @@ class FusedHFLM(_Base):
             answers: dict[int, tuple[float, bool]] = {}
             hide = disable_tqdm or self.rank != 0
             with self._precision(), tqdm(total=len(pairs), disable=hide, desc="log-likelihoods without logits") as bar:
-                for index, found in scores_of(self.model, pairs, batch_size):
+                for index, found in self._scorer.scores(pairs, batch_size):
                     answers[index] = answer = found.log_likelihood, found.is_greedy
                     if requests[index][0] is not None:  # a window of a text has none
                         self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)

@@ -77,7 +77,7 @@ def score(
     else:
         together = zip(contexts, texts, strict=True)
         pairs = [_divided(ids_of(context), ids_of(context + text)) for context, text in together]
-    found = dict(scores_of(model, pairs, batch_size))
+    found = dict(TextScorer(model).scores(pairs, batch_size))
     return [found[index] for index in range(len(pairs))]
 
 
@@ -89,33 +89,41 @@ def _divided(context: list[int], whole: list[int]) -> tuple[list[int], list[int]
     return whole[: max(shared, 1)], whole[max(shared, 1) :]
 
 
-@torch.no_grad()
-def scores_of(
-    model: nn.Module, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], batch_size: int
-) -> Iterator[tuple[int, TextScore]]:
-    """Yield the index and the score of each pair of token ids, a context of at least one and what comes after it, the
-    longest rows first, so that memory that does not suffice shows at once."""
-    rows: dict[tuple[int, ...], list[int]] = {}  # the model's inputs, and the pairs that are scored with each
-    for index, (context, text) in enumerate(pairs):
-        if text:
-            rows.setdefault((*context, *text[:-1]), []).append(index)
-        else:
-            yield index, TextScore(0.0, 0, True, torch.empty(0))
-    longest_first = sorted(rows, key=len, reverse=True)
-    device = next(model.parameters()).device
-    language = LanguageModel(model, LinearCrossEntropyLoss())
-    language.own_loss_differs = True  # Logits alone are compared.
-    with evaluation_mode(model), _in_words_of_scores():
-        language.prepare(device)
-        for start in range(0, len(longest_first), batch_size):
-            batch = [torch.tensor(row) for row in longest_first[start : start + batch_size]]
-            inputs = {"input_ids": pad_sequence(batch, batch_first=True).to(device)}
-            if start == 0:
-                labels = pad_sequence(batch, batch_first=True, padding_value=IGNORE_INDEX).to(device)
-                language.spot_check(inputs | {"labels": labels})
-            indices = [rows[row] for row in longest_first[start : start + batch_size]]
-            places = [(row, len(batch[row]), index) for row, of_row in enumerate(indices) for index in of_row]
-            yield from _scores_of_batch(language, inputs, [(r, end, i, pairs[i][1]) for r, end, i in places])
+class TextScorer:
+    """A model that scores pairs of token ids. It is prepared once, and its first batch compared with its logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.is_checked = model, False
+        self.language = LanguageModel(model, LinearCrossEntropyLoss())
+        self.language.own_loss_differs = True  # Logits alone are compared.
+
+    @torch.no_grad()
+    def scores(
+        self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], batch_size: int
+    ) -> Iterator[tuple[int, TextScore]]:
+        """Yield the index and the score of each pair, a context of at least one token and what comes after it, the
+        longest rows first, so that memory that does not suffice shows at once."""
+        rows: dict[tuple[int, ...], list[int]] = {}  # the model's inputs, and the pairs that are scored with each
+        for index, (context, text) in enumerate(pairs):
+            if text:
+                rows.setdefault((*context, *text[:-1]), []).append(index)
+            else:
+                yield index, TextScore(0.0, 0, True, torch.empty(0))
+        longest_first = sorted(rows, key=len, reverse=True)
+        device = next(self.model.parameters()).device
+        with evaluation_mode(self.model), _in_words_of_scores():
+            for start in range(0, len(longest_first), batch_size):
+                batch = [torch.tensor(row) for row in longest_first[start : start + batch_size]]
+                inputs = {"input_ids": pad_sequence(batch, batch_first=True).to(device)}
+                if not self.is_checked:
+                    self.language.prepare(device)
+                    labels = pad_sequence(batch, batch_first=True, padding_value=IGNORE_INDEX).to(device)
+                    self.language.spot_check(inputs | {"labels": labels})
+                    self.is_checked = True
+                indices = [rows[row] for row in longest_first[start : start + batch_size]]
+                places = [(row, len(batch[row]), index) for row, of_row in enumerate(indices) for index in of_row]
+                scored = [(row, end, index, pairs[index][1]) for row, end, index in places]
+                yield from _scores_of_batch(self.language, inputs, scored)
 
 
 def _scores_of_batch(

@@ -197,7 +197,7 @@ def _of_tokens_before(states: Tensor, batch: Batch) -> Tensor:
 def teacher_head(model: Forward, batch: Batch) -> TeacherHead:
     """Return a model's output layer and its input (B, T, D) for a batch, as those of a teacher."""
     hidden_states, head, _ = model.hidden_states(batch)
-    return TeacherHead(*head.operands(hidden_states), head.scale, head.softcap)
+    return TeacherHead(*head.operands(hidden_states, in_parts=True), head.scale, head.softcap)
 
 
 @torch.no_grad()

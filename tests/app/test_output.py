@@ -30,7 +30,7 @@ def test_an_error_and_a_report_of_data_show_a_strangers_names_as_escapes(tmp_pat
     for read in (
         lambda: load_records(written({ESCAPE: 1}), columns=["text"], cache_dir=tmp_path),
         lambda: read_interactions(written({ESCAPE: 1})),
-        lambda: ChatEncoding().form([ESCAPE]),
+        lambda: ChatEncoding().encoder(make_tokenizer("{{ 1 }}"), 9)([{ESCAPE: 1}]),
         lambda: ChatEncoding().encoder(make_tokenizer("{{ 1 }}"), 9)([{"messages": [{"role": ESCAPE, "content": 1}]}]),
     ):
         with pytest.raises(UserError) as refused:
@@ -58,7 +58,6 @@ def test_a_strangers_runs_are_reported_and_resumed_without_their_escapes(tmp_pat
 
 def test_the_command_prints_no_escapes_of_a_strangers_file(tmp_path):
     (tmp_path / "data.jsonl").write_text(json.dumps({ESCAPE: "a"}) + "\n")
-    done = train(tmp_path, *TINY_MODEL, "data=text", "data.path=data.jsonl")
-    assert done.status == 1
+    done = train(tmp_path, *TINY_MODEL, "data=text", "data.path=data.jsonl", status=1)
     assert r"has the columns \x1b]52;" in done.output
     assert "\x1b" not in done.output

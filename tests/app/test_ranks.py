@@ -77,7 +77,6 @@ def test_the_jobs_of_a_parallel_sweep_end_when_the_sweep_is_ended(how, tmp_path)
 
 @pytest.mark.slow
 def test_a_mistake_under_two_ranks_is_one_sentence(tmp_path: Path):
-    finished = train_anew(tmp_path, *JOB, "strategy=pp", "trainer.devices=2")
-    assert finished.status == 1
+    finished = train_anew(tmp_path, *JOB, "strategy=pp", "trainer.devices=2", status=1)
     assert finished.plain.count("2 pipeline stages need at least as many layers") == 1, finished.output
     assert "Traceback" not in finished.output

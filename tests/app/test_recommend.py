@@ -1,6 +1,5 @@
 """``module=recommender`` and ``mode=recommend`` as a user types them: fit, test, export, recommend, grow."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 import pytest
-from commands import export, train
+from commands import export, summary, train
 from composed import composed
 from omegaconf import OmegaConf
 
@@ -46,14 +45,12 @@ def test_a_run_is_fitted_tested_and_recommends_and_goes_on_with_a_catalogue_that
     base = ("module=recommender", "data=interactions", "data.batch_size=16", *COLUMNS)
     fit = ("data.path=x.csv", "data.split=time", "trainer.max_steps=60", "optimizer.lr=1e-2", "test=true")
     found = train(tmp_path, *base, *TINY, *fit, "hydra.run.dir=run")
-    assert found.status == 0, found.output
     for name in ("val/ndcg_at_10", "test/recall_at_10", "val/coverage_at_10", "test/mrr"):
         assert name in found.output
     users = pa.table({"userId": ["u1", "u2", "nobody"]})
     pq.write_table(users, tmp_path / "users.parquet")
     recommend = ("mode=recommend", "ckpt_path=run/checkpoints/last.ckpt", "recommend.k=4")
     found = train(tmp_path, *recommend, "recommend.users=users.parquet", "recommend.output=best.parquet")
-    assert found.status == 0, found.output
     assert "users that the run does not know are left out: 1" in found.output
     best = pq.read_table(tmp_path / "best.parquet")
     assert best["rank"].to_pylist() == [1, 2, 3, 4] * 2
@@ -61,12 +58,10 @@ def test_a_run_is_fitted_tested_and_recommends_and_goes_on_with_a_catalogue_that
 
     # The file grows where it lies, in another order; the run's items keep their numbers, and others are left out.
     pa_csv.write_csv(pa.concat_tables([table(26, prefix="v"), table(20)]), tmp_path / "x.csv")
-    found = train(tmp_path, *recommend, "recommend.users=users.parquet", "recommend.output=again.parquet")
-    assert found.status == 0, found.output
+    train(tmp_path, *recommend, "recommend.users=users.parquet", "recommend.output=again.parquet")
     assert pq.read_table(tmp_path / "again.parquet") == best
     (tmp_path / "histories.csv").write_text("userId,itemId,when\na,i3,1\na,i25,2\nb,i7,1\nc,what,1\n")
     found = train(tmp_path, *recommend, "recommend.users=histories.csv", "recommend.output=of_histories.parquet")
-    assert found.status == 0, found.output
     assert "interactions with items that the run does not know are left out: 2" in found.output
     best = pq.read_table(tmp_path / "of_histories.parquet")
     assert best["user"].to_pylist() == ["a"] * 4 + ["b"] * 4 + ["c"] * 4  # c's are those of a history without items
@@ -76,36 +71,33 @@ def test_a_run_is_fitted_tested_and_recommends_and_goes_on_with_a_catalogue_that
 
     grown = ("data.path=x.csv", "data.items=run/items.parquet", "model=exported_items", "model.path=run/exported")
     ranks = ("strategy=fsdp2", "trainer.devices=2", "trainer.max_steps=2")
-    found = train(tmp_path, *base, *TINY[2:], *grown, *ranks, "hydra.run.dir=run2", ranks=2)
-    assert found.status == 0, found.output
+    train(tmp_path, *base, *TINY[2:], *grown, *ranks, "hydra.run.dir=run2", ranks=2)
     numbers = pq.read_table(tmp_path / "run2/items.parquet")["item"].to_pylist()
     assert numbers[:20] == known
     assert len(numbers) == 26
 
 
-@pytest.mark.timeout(300)
 def test_the_export_command_writes_a_recommender_with_its_items_as_its_run_did_also_without_the_data(tmp_path):
     pa_csv.write_csv(table(20), tmp_path / "x.csv")
     fit = ("module=recommender", "data=interactions", "data.batch_size=16", *COLUMNS, "data.path=x.csv")
-    found = train(tmp_path, *fit, *TINY, "trainer.max_steps=2", "module.item_bias=true", "hydra.run.dir=run")
-    assert found.status == 0, found.output
+    train(tmp_path, *fit, *TINY, "trainer.max_steps=2", "hydra.run.dir=run")
     (tmp_path / "x.csv").unlink()
     found = export(tmp_path, "run/checkpoints/last.ckpt", "model")
-    assert (found.status, found.output) == (0, "wrote model\n")
+    assert found.output == "wrote model\n"
     files = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
     assert files == {path.name: path.read_bytes() for path in (tmp_path / "run" / "exported").iterdir()}
     items = pq.read_table(tmp_path / "run/items.parquet")
     pq.write_table(
         items.set_column(0, "item", items["item"].take([1, 0, *range(2, 20)])), tmp_path / "run/items.parquet"
     )
-    found = export(tmp_path, "run/checkpoints/last.ckpt", "other")
+    found = export(tmp_path, "run/checkpoints/last.ckpt", "other", status=1)
     assert "items.parquet numbers the items otherwise than" in found.output
     assert "Traceback" not in found.output
     assert not (tmp_path / "other").exists()
 
 
 def test_recommendations_need_a_checkpoint_of_a_recommender(tmp_path):
-    found = train(tmp_path, "mode=recommend")
+    found = train(tmp_path, "mode=recommend", status=1)
     assert "mode=recommend needs trained weights: give ckpt_path" in found.output
 
 
@@ -159,8 +151,7 @@ def test_the_first_command_of_the_page_ranks_twice_as_well_as_popularity(tmp_pat
     found = train(
         tmp_path, "module=recommender", "data=interactions", "data.path=x.parquet", "test=true", "hydra.run.dir=run"
     )
-    assert found.status == 0, found.output
     assert "val NDCG@10" in found.output  # beside the loss, where language models have their perplexity
     assert "val perplexity" not in found.output
-    ranked = json.loads((tmp_path / "run/summary.json").read_text())
+    ranked = summary(tmp_path / "run")
     assert ranked["metrics"]["test/ndcg_at_10"] > 2 * by_popularity

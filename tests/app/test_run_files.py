@@ -29,8 +29,7 @@ def test_a_failure_is_recorded_as_one_sentence_and_the_first_has_the_word(error,
 
 
 def test_a_refused_job_of_a_sweep_leaves_its_overrides_and_its_reason(tmp_path):
-    done = train(tmp_path, "-m", "+foo=1", "seed=1,2", "hydra.sweep.dir=sweep")
-    assert done.status == 1
+    train(tmp_path, "-m", "+foo=1", "seed=1,2", "hydra.sweep.dir=sweep", status=1)
     for number in ("0", "1"):
         assert "foo: unknown" in (tmp_path / "sweep" / number / "error.txt").read_text()
         assert "+foo=1" in json.loads((tmp_path / "sweep" / number / "run.json").read_text())["overrides"]

@@ -24,21 +24,17 @@ def test_a_teachers_scores_are_stored_and_a_student_trains_on_them_but_on_no_oth
         "".join(f"line {n} says that {n} and {n + 1} make {2 * n + 1}\n" for n in range(80))
     )
     fit = ("trainer.max_steps=4", "trainer.val_check_interval=2")
-    teacher = train(tmp_path, *TINY_MODEL, *TEXT, *fit, "hydra.run.dir=teacher")
-    assert teacher.status == 0, teacher.output
+    train(tmp_path, *TINY_MODEL, *TEXT, *fit, "hydra.run.dir=teacher")
     score = ("mode=score", "ckpt_path=teacher/checkpoints/last.ckpt", "score.path=scores.parquet", "score.top_k=5")
     scored = train(tmp_path, *score)  # the data are the run's
-    assert scored.status == 0, scored.output
     assert "scores.parquet" in scored.output
     assert pq.read_metadata(tmp_path / "scores.parquet").num_rows > 0
 
     distil = ("module=distillation", "data.scores=scores.parquet", *TINY_MODEL, *TEXT, *fit)
-    student = train(tmp_path, *distil, "hydra.run.dir=student")
-    assert student.status == 0, student.output
+    train(tmp_path, *distil, "hydra.run.dir=student")
     metrics = (tmp_path / "student" / "metrics.csv").read_text()
     assert "train/divergence" in metrics
-    other = train(tmp_path, *distil, "data.block_size=24")
-    assert other.status == 1
+    other = train(tmp_path, *distil, "data.block_size=24", status=1)
     assert "scores.parquet" in other.plain
     assert "Traceback" not in other.output
 
@@ -48,17 +44,14 @@ def test_a_teachers_scores_are_stored_and_a_student_trains_on_them_but_on_no_oth
 def test_a_student_of_stored_hidden_states_has_the_losses_of_the_teacher_beside_it_at_any_temperature(tmp_path):
     (tmp_path / "text.txt").write_text("".join(f"line {n} says that {n} is less than {n + 1}\n" for n in range(80)))
     fit = ("trainer.max_steps=4", "trainer.val_check_interval=2")
-    teacher = train(tmp_path, *TINY_MODEL, *TEXT, *fit, "hydra.run.dir=teacher")
-    assert teacher.status == 0, teacher.output
+    train(tmp_path, *TINY_MODEL, *TEXT, *fit, "hydra.run.dir=teacher")
     scored = train(tmp_path, "mode=score", "ckpt_path=teacher/checkpoints/last.ckpt", "score.hidden=true")
-    assert scored.status == 0, scored.output
     [path] = re.findall(r"(\S+scores\.parquet): \d+ numbers \(float32\) of each position", scored.plain)
     losses = []
     ways = ((f"data.scores={path}",), ("teacher=pretrained", "teacher.path=teacher/exported"))
     for name, way in zip(("stored", "beside"), ways, strict=True):
         loss = ("loss.divergence=jsd", "loss.temperature=2")
-        run = train(tmp_path, "module=distillation", *way, *loss, *TINY_MODEL, *TEXT, *fit, f"hydra.run.dir={name}")
-        assert run.status == 0, run.output
+        train(tmp_path, "module=distillation", *way, *loss, *TINY_MODEL, *TEXT, *fit, f"hydra.run.dir={name}")
         lines = [*csv.DictReader((tmp_path / name / "metrics.csv").open())]
         losses.append([float(line[key]) for line in lines for key in ("train/loss", "val/loss") if line[key]])
     assert len(losses[0]) >= 4

@@ -1,6 +1,5 @@
 """``python train.py`` as a user runs it: real processes, real files, what the terminal shows and says."""
 
-import json
 import math
 import os
 import re
@@ -16,6 +15,7 @@ from commands import (
     SYNTHETIC,
     TINY_MODEL,
     Finished,
+    summary,
     text_folder,
     train,
     train_anew,
@@ -43,7 +43,6 @@ def run(tmp_path_factory) -> tuple[Path, Finished, list[str]]:
 
 def test_a_run_shows_progress_samples_memory_results_and_where_everything_lies(run):
     folder, finished, _ = run
-    assert finished.status == 0, finished.output
     for shown in (
         "step 40/40, loss ",
         "tokens/s ",
@@ -68,11 +67,9 @@ def test_a_run_shows_progress_samples_memory_results_and_where_everything_lies(r
 
 def test_the_loss_falls_and_the_summary_holds_what_was_logged(run):
     folder, _, _ = run
-    summary = json.loads((folder / "out" / "summary.json").read_text())
-    metrics = summary["metrics"]
-    assert summary["status"] == "completed"
-    assert summary["steps"] == 40
-    assert summary["tokens"] == 40 * 4 * 32
+    found = summary(folder / "out")
+    metrics = found["metrics"]
+    assert (found["status"], found["steps"], found["tokens"]) == ("completed", 40, 40 * 4 * 32)
     assert metrics["val/perplexity"] == pytest.approx(math.exp(metrics["val/loss"]), rel=1e-4)
     assert metrics["train/loss"] < 0.85 * math.log(400)
     assert metrics["throughput/tokens_per_sec"] > 0
@@ -105,8 +102,7 @@ def test_the_exported_model_and_tokenizer_load_and_continue_text(run):
 
 def test_a_checkpoint_of_another_model_is_refused_in_one_sentence(run):
     folder, _, overrides = run
-    finished = train(folder, *overrides, "model.config.hidden_size=32", "ckpt_path=out/checkpoints/last.ckpt")
-    assert finished.status == 1
+    finished = train(folder, *overrides, "model.config.hidden_size=32", "ckpt_path=out/checkpoints/last.ckpt", status=1)
     assert "the checkpoint is of another model" in finished.plain
     assert "Traceback" not in finished.output
 
@@ -123,12 +119,9 @@ REVERSE = ["experiment=reverse", "data.batch_size=32", "data.val_fraction=0.1"]
 @pytest.mark.slow
 def test_the_reversing_experiment_learns_to_reverse_lines_that_it_has_not_seen(tmp_path):
     overrides = [*REVERSE, reversed_words(tmp_path)]
-    first = train(tmp_path, *overrides, "trainer.max_steps=1", "trainer.val_check_interval=1", "hydra.run.dir=first")
-    last = train(tmp_path, *overrides, "trainer.max_steps=600", "trainer.val_check_interval=600", "hydra.run.dir=last")
-    assert (first.status, last.status) == (0, 0), first.output + last.output
-    before, after = (
-        json.loads((tmp_path / folder / "summary.json").read_text())["metrics"] for folder in ("first", "last")
-    )
+    train(tmp_path, *overrides, "trainer.max_steps=1", "trainer.val_check_interval=1", "hydra.run.dir=first")
+    train(tmp_path, *overrides, "trainer.max_steps=600", "trainer.val_check_interval=600", "hydra.run.dir=last")
+    before, after = (summary(tmp_path / folder)["metrics"] for folder in ("first", "last"))
     assert before["val/accuracy"] < 0.3
     assert after["val/accuracy"] > 0.8
     assert after["val/loss"] < 0.5 * before["val/loss"]
@@ -147,11 +140,7 @@ def test_a_sweep_over_every_loss_trains_each_and_ends_with_one_table_and_one_pic
         *SYNTHETIC,
         *TINY_MODEL,
     )
-    assert finished.status == 0, finished.output
-    final = []
-    for number in range(len(losses)):
-        metrics = json.loads((tmp_path / "sweep" / str(number) / "summary.json").read_text())["metrics"]
-        final.append(metrics["val/loss"])
+    final = [summary(tmp_path / "sweep" / str(number))["metrics"]["val/loss"] for number in range(len(losses))]
     assert final == pytest.approx([final[0]] * len(losses), rel=1e-4)
     table = (tmp_path / "sweep" / "report.md").read_text()
     for loss in losses:
@@ -164,27 +153,22 @@ def test_a_sweep_over_every_loss_trains_each_and_ends_with_one_table_and_one_pic
 
 @pytest.mark.parametrize("precision", [pytest.param("bf16-mixed", marks=pytest.mark.slow), "bf16-true"])
 def test_a_run_in_bfloat16_trains(precision, tmp_path):
-    finished = train(tmp_path, "loss=chunked", f"precision={precision}", "trainer.max_steps=3", *SYNTHETIC, *TINY_MODEL)
-    assert finished.status == 0, finished.output
+    train(tmp_path, "loss=chunked", f"precision={precision}", "trainer.max_steps=3", *SYNTHETIC, *TINY_MODEL)
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["data=text", "data.path=nowhere.txt"], "nowhere"),
-        (["data=text", "data.path=short.txt"], r"data.block_size"),
         (["data=text", "data.path=empty.txt"], "empty"),
         (["loss=liger", *SYNTHETIC], "loss=liger cannot run here: it needs a CUDA GPU.*choose loss=chunked"),
-        (["model.config.vocab_size=200", *SYNTHETIC], r"input_ids must lie in \[0, 200\).*does the tokenizer"),
         (["strategy=fsdp2_tp", "trainer.devices=3", *SYNTHETIC], "3 devices cannot be grouped by"),
     ],
-    ids=["missing", "short", "empty", "liger", "vocabulary", "grid"],
+    ids=["missing", "empty", "liger", "grid"],
 )
 def test_bad_input_ends_with_a_sentence_and_not_with_a_traceback(overrides, message, tmp_path):
-    (tmp_path / "short.txt").write_text("a few words only\n")
     (tmp_path / "empty.txt").write_text("")
-    finished = train(tmp_path, "trainer.max_steps=2", *TINY_MODEL, *overrides)
-    assert finished.status == 1, finished.output
+    finished = train(tmp_path, "trainer.max_steps=2", *TINY_MODEL, *overrides, status=1)
     assert re.search(message, finished.plain), finished.output
     assert "Traceback" not in finished.output
     assert not list(tmp_path.rglob("*.ckpt"))

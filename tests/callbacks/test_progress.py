@@ -13,7 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from commands import SYNTHETIC, TINY_MODEL, command, environment
+from commands import SYNTHETIC, TIMEOUT_S, TINY_MODEL, command, environment
 from lightning_helpers import loader, quiet_trainer, ragged_batches, tiny_llama
 from torch.utils.data import DataLoader
 
@@ -93,7 +93,7 @@ def test_a_real_terminal_shows_the_run(term: str, tmp_path: Path) -> None:
     process = subprocess.Popen(command(*job), cwd=tmp_path, env=variables, stdout=child, stderr=child, stdin=child)
     os.close(child)
     try:
-        output = everything(parent, time.monotonic() + 120)
+        output = everything(parent, time.monotonic() + TIMEOUT_S)
         assert process.wait(timeout=30) == 0, output
     finally:
         process.kill()

@@ -101,11 +101,7 @@ SOON = [*SMALL, "trainer.max_steps=3"]
 MOMENTS: dict[str, tuple[list[str], Callable[[str], bool], int]] = {
     # overrides, when the signal comes, the step that is saved
     "setting up": (SMALL, lambda text: "Seed set" in text, 0),
-    "sampling first": (
-        [*SMALL, "callbacks.sample_text.max_new_tokens=500"],
-        lambda text: "Total params" in text,
-        1,
-    ),
+    "sampling first": ([*SMALL, "callbacks.sample_text.max_new_tokens=500"], lambda text: "Total params" in text, 1),
     "the validation at the end": ([*SOON, "data.num_val_batches=100000"], lambda _: LAST.exists(), 3),
 }
 

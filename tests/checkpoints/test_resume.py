@@ -49,6 +49,7 @@ def run(folder: Path, name: str, *overrides: str, ranks: int = 1) -> tuple[dict[
         f"hydra.run.dir={out}",
         *overrides,
         ranks=ranks,
+        status=None,
     )
     seen = {file.name: file.read_text().splitlines() for file in record.iterdir()}
     last = out / "checkpoints" / "last.ckpt"

@@ -48,7 +48,6 @@ def test_three_steps_of_accumulated_batches_are_those_of_one_process(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.needs_compiler
-@pytest.mark.timeout(300)
 def test_compiled_layers_of_divided_rows_equal_one_process_without(tmp_path):
     case = Case("context", "llama", compile="regional")
     judge(case, launch(fit, [case], tmp_path, timeout=280)[case], tmp_path)
@@ -71,7 +70,6 @@ def resumed_elsewhere(other: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_checkpoint_goes_on_with_rows_divided_otherwise_or_not_at_all(tmp_path):
     for other, found in each(resumed_elsewhere, 2, ["context_of_one", "context", "our_fsdp2"], tmp_path).items():
         assert relative_error(found["resumed"], found["at once"]) < 1e-5, other
@@ -191,7 +189,6 @@ def refused(case: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_what_cannot_be_divided_exactly_is_refused_by_name(tmp_path):
     found = each(refused, 2, REFUSED, tmp_path)
     wrong = {case: found[case] for case in REFUSED if not isinstance(found[case], Refusal)}

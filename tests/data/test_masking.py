@@ -1,14 +1,13 @@
 """Rows with masked tokens: which ones, how they are replaced, and that the same ones come again."""
 
 import itertools
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from commands import TINY_MODEL, train
+from commands import TINY_MODEL, summary, train
 from data_modules import text_data
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_helpers import quiet_trainer
@@ -183,25 +182,17 @@ def test_the_command_trains_resumes_validates_and_exports_a_model_that_fills_in_
     small = ("data.block_size=32", "data.vocab_size=300", "optimizer.lr=4e-3", "trainer.accelerator=cpu")
     masked = ("module=masked_lm", "data=text", "data.path=text.txt", *small, *TINY_MODEL)
     finished = train(tmp_path, *masked, "trainer.max_steps=20", "hydra.run.dir=out")
-    assert finished.status == 0, finished.output
     assert "15% are to be predicted" in finished.plain
-    resumed = train(tmp_path, "ckpt_path=out/checkpoints/last.ckpt", "trainer.max_steps=40", "hydra.run.dir=more")
-    assert resumed.status == 0, resumed.output
-    metrics = json.loads((tmp_path / "more" / "summary.json").read_text())["metrics"]
+    train(tmp_path, "ckpt_path=out/checkpoints/last.ckpt", "trainer.max_steps=40", "hydra.run.dir=more")
+    metrics = summary(tmp_path / "more")["metrics"]
     assert metrics["val/loss"] < math.log(300) - 1  # a nat below the uniform guess
-    validated = train(tmp_path, "mode=validate", "ckpt_path=more/checkpoints/last.ckpt", "hydra.run.dir=again")
-    assert validated.status == 0, validated.output
-    again = json.loads((tmp_path / "again" / "summary.json").read_text())["metrics"]
+    train(tmp_path, "mode=validate", "ckpt_path=more/checkpoints/last.ckpt", "hydra.run.dir=again")
+    again = summary(tmp_path / "again")["metrics"]
     assert again["val/loss"] == pytest.approx(metrics["val/loss"], rel=1e-6)
     model: Any = AutoModelForMaskedLM.from_pretrained(tmp_path / "more" / "exported")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "more" / "exported")
     fill: Any = pipeline("fill-mask", model, tokenizer=tokenizer)
     assert len(fill(f"walking{tokenizer.mask_token} under", top_k=3)) == 3
-    generated = train(
-        tmp_path, "mode=generate", "ckpt_path=more/checkpoints/last.ckpt", "prompt=walking", "generate.max_new_tokens=4"
-    )
-    assert generated.status == 1
-    assert "EuroBertForMaskedLM does not generate text; a masked language model fills in masks" in generated.plain
 
 
 def test_masked_data_for_a_module_that_fills_in_nothing_are_refused(tmp_path):

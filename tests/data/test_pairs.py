@@ -1,6 +1,7 @@
 """Pairs for encoder-decoders: what files become, in tokens and in batches, and a T5 that learns them."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from lit_fused.errors import UserError
 def texts(data, split="train") -> list[tuple[str, str]]:
     """[(source, target)] of a split, decoded."""
     rows = data.rows_in_order()[split]
-    decode = lambda tokens: data.tokenizer.decode(tokens, skip_special_tokens=True)  # noqa: E731
+    decode = partial(data.tokenizer.decode, skip_special_tokens=True)
     return [(decode(row["input_ids"]), decode(row["labels"])) for row in rows]
 
 

@@ -20,14 +20,13 @@ def run(tmp_path_factory) -> Path:
     """The folder of a run of two ranks, whose text is named by a relative path."""
     folder = tmp_path_factory.mktemp("export")
     text_folder(folder)
-    finished = train(
+    train(
         folder,
         *("data=text", "data.path=corpus", "data.vocab_size=400", "data.block_size=32", "data.batch_size=4"),
         *("strategy=fsdp2", "trainer.devices=2", "trainer.accelerator=cpu", "trainer.max_steps=4"),
         *("callbacks.checkpoint.every_n_train_steps=4", *TINY_MODEL, "hydra.run.dir=out"),
         ranks=2,
     )
-    assert finished.status == 0, finished.output
     assert (folder / "out" / "checkpoints" / "last.ckpt").is_dir()
     return folder / "out"
 
@@ -39,11 +38,10 @@ def assert_same_folder(one: Path, other: Path) -> None:
         assert file.read_bytes() == (other / file.name).read_bytes(), file.name
 
 
-@pytest.mark.timeout(300)
 def test_the_command_writes_from_a_folder_what_the_run_itself_exported(run, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(run.parent / "cache"))
     done = export(tmp_path, run / "checkpoints" / "last.ckpt", "model")
-    assert (done.status, done.output) == (0, "wrote model\n")
+    assert done.output == "wrote model\n"
     assert_same_folder(tmp_path / "model", run / "exported")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     tokens = AutoTokenizer.from_pretrained(tmp_path / "model")("two times", return_tensors="pt")
@@ -72,7 +70,6 @@ main(sys.argv[2:])
 """
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_export_that_is_stopped_leaves_no_folder_under_its_name(number, run, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(run.parent / "cache"))
@@ -80,13 +77,11 @@ def test_an_export_that_is_stopped_leaves_no_folder_under_its_name(number, run, 
     script.write_text(STOPPED_WHILE_WRITING)
     (tmp_path / "models").mkdir()
     arguments = [int(number), run / "checkpoints" / "last.ckpt", tmp_path / "models" / "model"]
-    done = run_forked(script, run.parent, arguments, [{}])
-    assert done.status != 0
+    assert run_forked(script, run.parent, arguments, status=None).status
     assert not (tmp_path / "models" / "model").exists()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_weights_of_a_file_keep_their_dtype_and_the_tokenizer_may_be_left_out(run, tmp_path):
     halves = read_checkpoint(run / "checkpoints" / "last.ckpt")
     halves["state_dict"] = {name: weight.bfloat16() for name, weight in halves["state_dict"].items()}

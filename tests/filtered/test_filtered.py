@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from head_cases import budget_for, error, live_bytes, make, run
 from kernels_of import kernels_of
 from ranks import call as call_in_processes
 from torch import Tensor
+from vocabulary_ranks import joined, part_of, shard_of
 
 from lit_fused.errors import UserError
 from lit_fused.filtered import kept_columns
@@ -557,75 +557,47 @@ def compute(call: Call, tensors: list[Tensor], shard: VocabularyShard | None) ->
     return run(filtered, tensors, targets, grad, filter_eps=call.eps, **options)
 
 
-def work(rank: int, folder: Path, calls: list[Call]) -> None:
+def work(rank: int, calls: list[Call]) -> dict[Call, Any]:
     """A process: every call, as the rank of its part of the vocabulary."""
-    torch.set_num_threads(1)
     kept_columns.GROUP_ROWS = GROUP
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    assert dist.group.WORLD is not None
     results = {}
     for call in calls:
-        sizes = SPLITS[call.split]
-        part = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-        tensors, _, _ = inputs_of(call)
-        own = [tensors[0], *(t.detach()[part] for t in tensors[1:])]
+        shard, own = shard_of(rank, SPLITS[call.split])
         with kernels_of(call.kernels):
-            results[call] = compute(call, own, VocabularyShard(part.start, sum(sizes), max(sizes), dist.group.WORLD))
-    torch.save(results, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+            results[call] = compute(call, part_of(inputs_of(call)[0], own), shard)
+    return results
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Call, Any]]:
-    return answers_of(CALLS, tmp_path_factory.mktemp("ranks"))
+def ranks() -> list[dict[Call, Any]]:
+    return call_in_processes(work, 2, CALLS, timeout=120)
 
 
 @pytest.fixture(scope="module")
-def ranks_of_kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Call, Any]]:
-    return answers_of(OF_KERNELS, tmp_path_factory.mktemp("ranks"))
+def ranks_of_kernels() -> list[dict[Call, Any]]:
+    return call_in_processes(work, 2, OF_KERNELS, timeout=280)
 
 
-def answers_of(calls: list[Call], folder: Path) -> list[dict[Call, Any]]:
-    call_in_processes(work, 2, folder, calls, timeout=120)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
-
-
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("call", CALLS, ids=str)
-def test_a_divided_vocabulary_gives_the_whole_ones_statistics_and_its_own_tails_gradients(call: Call, ranks):
+@pytest.mark.parametrize("call", CALLS + [pytest.param(call, marks=pytest.mark.slow) for call in OF_KERNELS], ids=str)
+def test_a_divided_vocabulary_gives_the_whole_ones_statistics_and_its_own_tails_gradients(call: Call, request):
     """Each rank spreads what its own part drops over that part: with eps = 0 that is the exact gradient."""
-    check(call, ranks)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("call", OF_KERNELS, ids=str)
-def test_so_do_the_kernels(call: Call, ranks_of_kernels):
-    check(call, ranks_of_kernels)
-
-
-def check(call: Call, ranks: list[dict[Call, Any]]) -> None:
     tensors, targets, grad = inputs_of(call)
     options: dict[str, Any] = FEATURES[call.feature] | {"reduction": call.reduction}
     whole = compute(call, tensors, None)
-    found = [rank[call] for rank in ranks]
-    for loss, stats, gradients in found:
-        assert torch.equal(loss, found[0][0])
-        assert stats.keys() == whole[1].keys()
-        assert all(torch.equal(value, found[0][1][name]) for name, value in stats.items())
-        assert torch.equal(gradients[0], found[0][2][0])
-    gradients = [found[0][2][0], *(torch.cat(p) for p in zip(*(g[1:] for _, _, g in found), strict=True))]
+    ranks = request.getfixturevalue("ranks_of_kernels" if call.kernels else "ranks")
+    loss, statistics, gradients = joined([rank[call] for rank in ranks])
+    assert statistics.keys() == whole[1].keys()
     if call.ignored:
-        assert all(value == 0 for value in found[0][1].values())
+        assert not any(statistics.values())
         assert not any(gradient.any() for gradient in gradients)
         return
     kept_in_groups = bool(call.kernels)  # plain PyTorch takes ignored tokens out
     hand = definition(tensors, targets, call.eps, grad, SPLITS[call.split], ignored_stay=kept_in_groups, **options)
     truth = run(linear_cross_entropy_reference, [t.double() for t in tensors], targets, grad, **options)
     tolerance = {"float64": 1e-12, "float32": 64 * EPSILON, "bfloat16": 0.03}[call.dtype]
-    assert error(found[0][0], whole[0]) < tolerance
+    assert error(loss, whole[0]) < tolerance
     for name in OF_FILTER:
-        assert error(found[0][1][name], hand.statistics[name]) < tolerance, name
+        assert error(statistics[name], hand.statistics[name]) < tolerance, name
     if call.dtype != "bfloat16":
         for ours, theirs, exact in zip(gradients, hand.gradients, truth[2], strict=True):
             assert error(ours, theirs) < tolerance

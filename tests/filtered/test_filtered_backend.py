@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import torch
+from errors_of import assert_close_gradients, gradients_after
 from tiny_models import sharpen, tiny_batch, tiny_model
-from torch import Tensor, nn
 
 from lit_fused import LanguageModel, LinearCrossEntropyLoss, UserError
 from lit_fused.filtered import Filtered, linear_cross_entropy
@@ -17,20 +17,6 @@ FILTER_STATISTICS = {"dropped_mass", "kept_columns", "exact_tokens"}
 def filter_of(eps: float) -> partial:
     """Return the backend that filters every call."""
     return partial(linear_cross_entropy, filter_eps=eps)
-
-
-def gradients_after(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_close_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    """Differences are small against the gradient of all parameters together."""
-    assert found.keys() == expected.keys()
-    scale = torch.stack([g.norm() for g in expected.values()]).norm()
-    for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() <= tolerance * scale, name
 
 
 @pytest.mark.parametrize("filter_eps", [-0.1, 1, 1.5, float("nan"), "2**-12"])

@@ -16,14 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import EuroBertForMaskedLM, LlamaForCausalLM
 
-from lit_fused import (
-    FusedCausalLMModule,
-    LanguageModel,
-    LinearCrossEntropyLoss,
-    MaskedLanguageModel,
-    UserError,
-    fuse,
-)
+from lit_fused import FusedCausalLMModule, LanguageModel, LinearCrossEntropyLoss, MaskedLanguageModel, UserError, fuse
 
 Change = Callable[..., None]
 OF_THE_LOSS = ("loss_weights", "num_items_in_batch")

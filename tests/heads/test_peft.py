@@ -4,7 +4,6 @@ Deltas are never zero here: a loss that read only the frozen weight would be rig
 """
 
 import copy
-import math
 from functools import partial
 from typing import Any
 
@@ -12,6 +11,7 @@ import peft
 import pytest
 import torch
 from composed import composed
+from errors_of import assert_as_near
 from hydra.utils import instantiate
 from largest_tensor import LargestTensor
 from lightning_helpers import loader, quiet_trainer
@@ -82,15 +82,9 @@ def assert_exact(backbone: nn.Module, fused: Loss | None = None, truth: nn.Modul
     exact = loss_and_gradients(truth or copy.deepcopy(backbone).double(), CrossEntropyLoss())
     standard = loss_and_gradients(backbone, CrossEntropyLoss())
     ours = loss_and_gradients(backbone, fused or LinearCrossEntropyLoss())
-    assert ours.keys() == standard.keys() == exact.keys()
-    whole = torch.stack([gradient.double().norm() for name, gradient in exact.items() if name != "loss"]).norm()
-    assert whole > 1e-3
     dtype = next(backbone.parameters()).dtype
     rounding = 4 * torch.finfo(dtype).eps if dtype == torch.float32 else torch.finfo(dtype).eps / 16
-    for key, value in exact.items():
-        scale = value.abs() if key == "loss" else whole
-        allowed = 2 * (standard[key] - value).norm() + rounding * scale
-        assert (ours[key] - value).norm() <= allowed, key
+    assert_as_near(ours, standard, exact, rounding)
     return ours
 
 
@@ -336,57 +330,13 @@ def test_an_output_layer_found_by_its_shape_is_never_the_layer_inside_an_adapter
 # Training, checkpoints, generation, export
 
 
-class Losses(FusedCausalLMModule):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.losses: list[float] = []
-
-    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
-        self.losses.append(self.trainer.callback_metrics["train/loss"].item())
-
-
-@pytest.mark.parametrize(
-    ("name", "optimizer", "dropout"),
-    [
-        ("gemma2", partial(torch.optim.SGD, lr=0.5, momentum=0.9), 0.0),
-        pytest.param("llama_tied", partial(torch.optim.SGD, lr=0.5, momentum=0.9), 0.2, marks=pytest.mark.slow),
-        ("llama_tied", partial(torch.optim.AdamW, lr=1e-2, eps=1e-4), 0.0),
-    ],
-    ids=["sgd", "sgd with dropout", "adamw"],
-)
-def test_eight_steps_from_zero_deltas_are_those_of_the_standard_loss(optimizer, dropout, name, tmp_path):
-    config = partial(lora, lora_dropout=dropout)
-
-    def train(loss: Loss, precision: Any, seed: int) -> tuple[dict[str, Tensor], list[float]]:
-        torch.manual_seed(seed)
-        module = Losses(get_peft_model(sharpen(tiny_model(name), 5.0), config()), loss, optimizer)
-        head = module.backbone.get_base_model().lm_head  # type: ignore[operator]
-        assert not head.lora_B["default"].weight.any()
-        quiet_trainer(tmp_path, max_steps=8, precision=precision).fit(
-            module, loader([tiny_batch(2, 24), tiny_batch(4, 10)])
-        )
-        delta = head.get_delta_weight("default").norm() / head.base_layer.weight.norm()
-        assert delta > 0.01, "a delta that is nearly zero would hide a wrong loss"
-        return {n: p.detach().double() for n, p in module.named_parameters() if p.requires_grad}, module.losses
-
-    def norm(weights: dict[str, Tensor]) -> float:
-        return math.sqrt(sum(value.square().sum().item() for value in weights.values()))
-
-    eps = torch.finfo(torch.float32).eps
-    errors, limits = [], []
-    for seed in range(3):
-        truth, losses = train(CrossEntropyLoss(), "64-true", seed)
-        standard, standard_losses = train(CrossEntropyLoss(), "32-true", seed)
-        ours, our_losses = train(LinearCrossEntropyLoss(), "32-true", seed)
-        assert losses[-1] < losses[0] - 0.1
-        errors.append(norm({name: ours[name] - truth[name] for name in truth}))
-        limits.append(2 * norm({name: standard[name] - truth[name] for name in truth}) + 4 * eps * norm(truth))
-        errors.append(sum(abs(found - true) for found, true in zip(our_losses, losses, strict=True)))
-        lost = sum(abs(found - true) for found, true in zip(standard_losses, losses, strict=True))
-        limits.append(2 * lost + 8 * eps * sum(losses))
-    # Steps amplify rounding, in some runs a hundred times more than in others, so their geometric mean counts.
-    assert math.prod(errors[::2]) <= math.prod(limits[::2])
-    assert math.prod(errors[1::2]) <= math.prod(limits[1::2])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("name", ["gemma2", "llama_tied"])
+def test_from_zero_deltas_the_gradients_are_exact_as_well(name, dropout):
+    model = get_peft_model(sharpen(tiny_model(name), 5.0), lora(lora_dropout=dropout)).train()
+    gradients = assert_exact(model)
+    assert not gradients["base_model.model.lm_head.lora_A.default.weight"].any()
+    assert gradients["base_model.model.lm_head.lora_B.default.weight"].any()
 
 
 def test_only_the_adapters_are_optimised_and_a_model_without_any_to_train_is_refused(tmp_path):

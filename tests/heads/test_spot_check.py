@@ -1,7 +1,6 @@
 """The spot check: a slice of a batch through the model's own forward and loss, and through the fused loss."""
 
 import copy
-import os
 from pathlib import Path
 from typing import Any
 
@@ -138,15 +137,6 @@ def test_the_check_runs_a_slice_and_leaves_gradients_and_random_numbers_as_they_
     before = torch.get_rng_state()
     model.spot_check(tiny_batch())
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_run_with_the_check_is_bit_for_bit_the_run_without(tmp_path):
-    weights = []
-    for every in (1, 0):
-        module = FusedCausalLMModule(tiny_model("llama"), check_every_n_steps=every)
-        quiet_trainer(tmp_path, max_steps=3).fit(module, loader(ragged_batches(3)))
-        weights.append(nn.utils.parameters_to_vector(module.parameters()))
-    assert torch.equal(*weights)
 
 
 class Changed(LlamaForCausalLM):
@@ -311,15 +301,7 @@ def test_what_is_done_to_the_logits_in_evaluation_alone_is_refused_with_its_firs
             evaluate(module, loader(ragged_batches(1)))
 
 
-def join(rank: int, folder: Path) -> None:
-    # As under torchrun: otherwise Lightning would start the other rank once more.
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "TORCHELASTIC_RUN_ID": "tests"}
-    torch.distributed.init_process_group("gloo", f"file://{folder}/group", world_size=2, rank=rank)
-
-
 def refused_on_both_ranks(rank: int, folder: Path, strategy: str) -> None:
-    join(rank, folder)
     backbone: Any = sharpen(tiny_llama(HalfTheWeight)).train()
     backbone.on = False
     module = FusedCausalLMModule(backbone, check_every_n_steps=2)
@@ -334,7 +316,6 @@ def refused_on_both_ranks(rank: int, folder: Path, strategy: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "tp"])
 def test_a_fault_of_one_rank_stops_all_ranks(strategy, tmp_path):
     call(refused_on_both_ranks, 2, tmp_path, strategy, timeout=120)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
+from errors_of import assert_as_near, norm_of_all
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
@@ -488,7 +489,7 @@ def check(entry: Entry, variant: Variant = Variant.DEFAULT) -> Verdict:
             model.spot_check(batch)
         exact = tiny_model(entry, variant)
         truth = loss_and_gradients(exact, cross_entropy(exact, tiny_batch(exact, masked=masked), masked=masked))
-        _assert_no_worse_in_bfloat16(found, standard, truth)
+        assert_as_near(found, standard, truth, torch.finfo(torch.bfloat16).eps / 16)
         # a fresh model's logits are so small that a wrong formula would hardly show: it has to hold for larger ones
         model.float()
         sharpen(backbone)
@@ -536,23 +537,8 @@ def _assert_equal(found: Gradients, expected: Gradients) -> None:
     """In float32, within 1e-5; a gradient that is small beside all others together, within 1e-7 of those: that of a
     key's bias, say, is zero but for rounding."""
     assert found.keys() == expected.keys(), f"gradients of {found.keys() ^ expected.keys()} only in one"
-    whole = _norm_of_all(expected)
+    whole = norm_of_all(value for name, value in expected.items() if name != "loss")
     assert whole > 0.1, f"gradients near zero ({whole:.2g}) would agree with anything"
     for name, value in expected.items():
         error = (found[name] - value).norm() / (value if name == "loss" else value.norm().clamp(min=whole / 100))
         assert error <= 1e-5, f"{name} is wrong by {error:.2g}: {found[name].norm():.7g}, not {value.norm():.7g}"
-
-
-def _assert_no_worse_in_bfloat16(found: Gradients, standard: Gradients, truth: Gradients) -> None:
-    """Errors at most twice those of the standard loss, which upcasts the model's bfloat16 logits."""
-    assert found.keys() == standard.keys() == truth.keys(), f"gradients of {found.keys() ^ truth.keys()} only in one"
-    whole = _norm_of_all(truth)
-    for name, value in truth.items():
-        scale = value if name == "loss" else whole
-        error, usual = (found[name] - value).norm() / scale, (standard[name] - value).norm() / scale
-        limit = 2 * usual + torch.finfo(torch.bfloat16).eps / 16
-        assert error <= limit, f"in bfloat16 {name} is wrong by {error:.2g}, with the standard loss by {usual:.2g}"
-
-
-def _norm_of_all(gradients: Gradients) -> Tensor:
-    return torch.stack([gradient.norm() for name, gradient in gradients.items() if name != "loss"]).norm()

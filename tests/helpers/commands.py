@@ -1,5 +1,6 @@
 """The command line as tests run it: a tiny model, small data, and ``train.py`` in a process of its own."""
 
+import json
 import re
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import forked
 from torchrun import clean_environment, rendezvous
@@ -53,30 +55,42 @@ def environment(folder: Path) -> dict[str, str]:
     return clean_environment(XDG_CACHE_HOME=str(folder / "cache"), COLUMNS="100", CUDA_VISIBLE_DEVICES="")
 
 
-def train(folder: Path, *overrides: str, ranks: int = 1) -> Finished:
+def train(folder: Path, *overrides: str, ranks: int = 1, status: int | None = 0) -> Finished:
     """Run train.py in ``folder``, in processes that are forked (see ``forked.py``): as by torchrun if several."""
-    return run_forked(ROOT / "train.py", folder, overrides, rendezvous(ranks) if ranks > 1 else [{}])
+    return run_forked(ROOT / "train.py", folder, overrides, rendezvous(ranks) if ranks > 1 else [{}], status)
 
 
-def export(folder: Path, *arguments: object) -> Finished:
+def export(folder: Path, *arguments: object, status: int = 0) -> Finished:
     """Run ``python -m lit_fused.export`` in ``folder``, in a process that is forked."""
-    return run_forked(ROOT / "lit_fused" / "export" / "__main__.py", folder, arguments, [{}])
+    return run_forked(ROOT / "lit_fused" / "export" / "__main__.py", folder, arguments, status=status)
 
 
 def run_forked(
-    script: Path, folder: Path, arguments: Sequence[object], variables: Sequence[Mapping[str, str]]
+    script: Path,
+    folder: Path,
+    arguments: Sequence[object],
+    variables: Sequence[Mapping[str, str]] = ({},),
+    status: int | None = 0,
 ) -> Finished:
-    """Run a script in forked processes, once for each of ``variables`` of the environment, side by side."""
+    """Run a script in forked processes, once for each of ``variables`` of the environment, side by side.
+
+    ``status`` is the exit status that the run must have, ``None`` for any.
+    """
     with tempfile.NamedTemporaryFile("r") as output:
         scripts = [
             forked.start(script, arguments, cwd=folder, env=environment(folder) | more, output=Path(output.name))
             for more in map(dict, variables)
         ]
         statuses = forked.run_together(scripts, TIMEOUT_S)
-        return Finished(next((status for status in statuses if status), statuses[0]), output.read())
+        return ended(next(filter(None, statuses), statuses[0]), output.read(), status)
 
 
-def train_anew(folder: Path, *overrides: str, **variables: str) -> Finished:
+def ended(status: int | None, output: str, wanted: int | None) -> Finished:
+    assert wanted is None or status == wanted, f"exit status {status} and not {wanted}:\n{output}"
+    return Finished(status, output)
+
+
+def train_anew(folder: Path, *overrides: str, status: int | None = 0, **variables: str) -> Finished:
     """Run train.py in ``folder`` as a user does, in a new Python, with further environment variables."""
     done = subprocess.run(
         command(*overrides),
@@ -87,7 +101,12 @@ def train_anew(folder: Path, *overrides: str, **variables: str) -> Finished:
         stderr=subprocess.STDOUT,
         timeout=TIMEOUT_S,
     )
-    return Finished(done.returncode, done.stdout)
+    return ended(done.returncode, done.stdout, status)
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """Return what a run has left in its summary.json."""
+    return json.loads((folder / "summary.json").read_text())
 
 
 def text_folder(folder: Path) -> Path:

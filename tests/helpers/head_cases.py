@@ -124,19 +124,20 @@ def scored(
     targets: Tensor,
     selected: Tensor,
     wanted: Sequence[str] = NAMES,
+    tokens: slice = slice(None),
     **options: Any,
 ) -> tuple[Any, tuple[Tensor, ...]]:
-    """Return token scores, and the gradients of a weighted sum of the wanted ones, on copies of the tensors."""
+    """Return some tokens' scores, and the gradients of a weighted sum of the wanted ones, on copies of the tensors."""
     leaves = [t.detach().clone().requires_grad_() for t in tensors]
     options = options | ({"bias": leaves[2]} if options.get("bias") else {})
-    scores = function(*leaves[:2], targets, selected=selected, **options)
+    scores = function(leaves[0][tokens], leaves[1], targets[tokens], selected=selected[tokens], **options)
     generator = torch.Generator().manual_seed(2)
     total = torch.zeros((), dtype=torch.float64, device=targets.device)
     for name in NAMES:
         numbers = getattr(scores, name)
-        weights = torch.randn(numbers.shape, generator=generator, dtype=torch.float64).to(numbers)
+        weights = torch.randn((len(targets), *numbers.shape[1:]), generator=generator, dtype=torch.float64)[tokens]
         if name in wanted:
-            total = total + (numbers * weights).double().sum()
+            total = total + (numbers * weights.to(numbers)).double().sum()
     return scores, torch.autograd.grad(total, leaves)
 
 

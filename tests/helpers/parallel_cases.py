@@ -5,14 +5,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning_helpers import quiet_trainer, ragged_batches
 from tiny_models import sharpen, tiny_model
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import get_constant_schedule
 
@@ -38,6 +41,14 @@ LEARNING_RATE = 1e-2
 # AdamW divides by a gradient's own size: with its usual 1e-8 what is only rounding becomes a whole step of some
 # weights, in any strategy and in one process.
 EPSILON = 1e-6
+
+
+def as_strategy(**options: bool) -> Any:
+    """Return what code of FSDP2 reads of its strategy, over two ranks on the CPU."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    return SimpleNamespace(device_mesh=mesh, root_device=torch.device("cpu"), **options)
 
 
 ON_GPUS = torch.cuda.device_count() >= int(os.environ.get("WORLD_SIZE", "1"))

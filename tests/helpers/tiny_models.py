@@ -65,10 +65,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"mamba_n_groups": 1, "mamba_chunk_size": 16},
     ),
     "gemma2": ("gemma2", _LLAMA | {"head_dim": 8, "final_logit_softcapping": 4.0}),
-    "gemma2_untied": (
-        "gemma2",
-        _LLAMA | {"head_dim": 8, "final_logit_softcapping": 4.0, "tie_word_embeddings": False},
-    ),
+    "gemma2_untied": ("gemma2", _LLAMA | {"head_dim": 8, "final_logit_softcapping": 4.0, "tie_word_embeddings": False}),
     "gemma2_default": ("gemma2", _LLAMA | {"head_dim": 8}),  # a cap of 30, far above the logits of a fresh model
     "gpt2": ("gpt2", _GPT2 | _NO_DROPOUT),
     "gptj": ("gptj", _GPT2 | _NO_DROPOUT | {"rotary_dim": 4}),
@@ -84,10 +81,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         }
         | {"max_position_embeddings": 64, "dropout": 0.0, "pad_token_id": 0},
     ),
-    "bert": (
-        "bert",
-        _LLAMA | {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-    ),
+    "bert": ("bert", _LLAMA | {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
     "mpt": (
         "mpt",
         {"d_model": WIDTH, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 64, "logit_scale": 3.0},

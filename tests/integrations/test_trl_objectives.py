@@ -6,6 +6,7 @@ import pytest
 import torch
 from chat_templates import CHATML_MARKED, make_tokenizer
 from datasets import Dataset
+from errors_of import assert_same_gradients
 from tiny_models import sharpen, tiny_model
 from torch import Tensor
 from trl.experimental.gkd import GKDConfig, GKDTrainer
@@ -30,10 +31,7 @@ def assert_same(student: Any, teacher: Any, batch: dict[str, Tensor], theirs: An
     module = FusedDistillationModule(student, DistillationLoss(**options), teacher=teacher)
     ours = module.model(batch).loss
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
-    own, others = (torch.autograd.grad(loss, list(student.parameters())) for loss in (ours, theirs))
-    whole = torch.stack([other.norm() for other in others]).norm()
-    for gradient, other in zip(own, others, strict=True):
-        assert (gradient - other).norm() <= 1e-5 * whole
+    assert_same_gradients(ours, theirs, student.parameters(), 1e-5)
 
 
 @pytest.mark.slow

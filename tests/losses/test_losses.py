@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from errors_of import assert_close_gradients, gradients_after
 from head_cases import grad_of
 from tiny_models import VOCABULARY, WIDTH, sharpen, tiny_backbone, tiny_batch, tiny_model
 from torch import Tensor, nn
@@ -14,12 +15,7 @@ from lit_fused import LanguageModel
 from lit_fused.errors import UserError
 from lit_fused.filtered import Filtered
 from lit_fused.heads import OutputHead, identify_head
-from lit_fused.losses import (
-    CrossEntropyLoss,
-    LinearCrossEntropyLoss,
-    ModelInternalLoss,
-    shift_labels,
-)
+from lit_fused.losses import CrossEntropyLoss, LinearCrossEntropyLoss, ModelInternalLoss, shift_labels
 from lit_fused.ops import linear_cross_entropy_reference
 
 CPU = torch.device("cpu")
@@ -37,20 +33,6 @@ def hidden_and_layer(dtype: torch.dtype = torch.float32, *, bias: bool = False) 
         for parameter in layer.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
     return torch.randn(3, 20, WIDTH, generator=generator).to(dtype).requires_grad_(), layer
-
-
-def gradients_after(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_close_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    """Differences are small against the gradient of all parameters together."""
-    assert found.keys() == expected.keys()
-    scale = torch.stack([g.norm() for g in expected.values()]).norm()
-    for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() <= tolerance * scale, name
 
 
 # On its own: hidden states and labels in, a mean out
@@ -274,23 +256,6 @@ def test_the_models_own_loss_is_refused_where_it_does_not_shift_the_labels():
         model.prepare(CPU)
     LanguageModel(model.backbone, CrossEntropyLoss()).prepare(CPU)
     LanguageModel(model.backbone, LinearCrossEntropyLoss()).prepare(CPU)
-
-
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-@pytest.mark.parametrize("loss", [*LOSSES, "model"])
-def test_a_mixture_of_experts_keeps_its_weighted_router_loss_apart(loss, name):
-    backbone = tiny_model(name)
-    batch = tiny_batch()
-    strategy = {"model": ModelInternalLoss(), "standard": CrossEntropyLoss()}.get(loss) or LOSSES[loss]
-    model = LanguageModel(backbone, strategy)
-    output = model(batch)
-    own = backbone(**batch)
-    torch.testing.assert_close(output.loss, own.loss)
-    torch.testing.assert_close(output.aux_loss, 0.1 * own.aux_loss)
-    for sum_of in (output.loss_sum, output.stats["nll"]):
-        torch.testing.assert_close(sum_of / output.num_tokens, own.loss - 0.1 * own.aux_loss)
-    routers = gradients_after(own.loss, backbone)
-    assert_close_gradients(gradients_after(model(batch).loss, backbone), routers, 1e-5)
 
 
 # A function of one's own

@@ -1,11 +1,10 @@
 """reduce_memory in real runs: strategies, modules, the command, checkpoints."""
 
-import json
 from typing import Any
 
 import pytest
 import torch
-from commands import SYNTHETIC, TINY_MODEL, train
+from commands import SYNTHETIC, TINY_MODEL, summary, train
 from parallel_cases import Case
 from parallel_fits import fit, judge, launch, resume
 
@@ -21,11 +20,9 @@ COMPILED = [Case(strategy, "llama", compile="regional", reduced=True) for strate
 def test_a_run_with_memory_long_is_resumed_with_any_other_memory(tmp_path):
     run = [*TINY_MODEL, *SYNTHETIC, "trainer.accelerator=cpu", "~callbacks.sample_text", "hydra.run.dir=run"]
     first = train(tmp_path, *run, "memory=long", "memory.mlp_chunk_tokens=20", "trainer.max_steps=2")
-    assert first.status == 0, first.output
     assert "The MLPs of 1 of 1 layers compute in chunks of tokens" in first.plain
-    going_on = train(tmp_path, "ckpt_path=run", "trainer.max_steps=3", "memory=none", "hydra.run.dir=more")
-    assert going_on.status == 0, going_on.output
-    assert json.loads((tmp_path / "more" / "summary.json").read_text())["steps"] == 3
+    train(tmp_path, "ckpt_path=run", "trainer.max_steps=3", "memory=none", "hydra.run.dir=more")
+    assert summary(tmp_path / "more")["steps"] == 3
 
 
 def wrong(cases: list[Case], folder: Any) -> dict[str, str]:

@@ -96,7 +96,7 @@ def _has_router(entry: Entry) -> bool:
 
 
 ROUTER_REFUSALS = {
-    "nllb-moe-seq2seq": "has a term",  # without labels, it does not compute it
+    "nllb-moe-seq2seq": "has a term"  # without labels, it does not compute it
 }
 
 

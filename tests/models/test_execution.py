@@ -133,11 +133,7 @@ def test_what_cannot_be_compiled_is_refused_by_name(monkeypatch):
     placement_of(PipelineStrategy(2)).check(model, training=True, compile="regional")
     for how, chosen, message in (
         ("whole", FSDP2Strategy(), "compile=whole would be cut at every layer.*choose compile=regional"),
-        (
-            "whole",
-            PipelineStrategy(2),
-            "compile=whole was never tested with .* choose compile=regional",
-        ),
+        ("whole", PipelineStrategy(2), "compile=whole was never tested with .* choose compile=regional"),
     ):
         with pytest.raises(UserError, match=message):
             placement_of(chosen).check(model, training=True, compile=how)

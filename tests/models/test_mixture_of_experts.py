@@ -32,7 +32,9 @@ def gradients(model: nn.Module, loss: Tensor) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize("loss", [LinearCrossEntropyLoss(), CrossEntropyLoss()])
+@pytest.mark.parametrize(
+    "loss", [LinearCrossEntropyLoss(), LinearCrossEntropyLoss("torch_native"), CrossEntropyLoss(), ModelInternalLoss()]
+)
 @pytest.mark.parametrize("name", ROUTED)
 def test_loss_and_gradients_are_those_of_the_models_own_loss(name, loss):
     backbone = tiny_model(name)
@@ -49,6 +51,7 @@ def test_loss_and_gradients_are_those_of_the_models_own_loss(name, loss):
     output = model(batch)
     torch.testing.assert_close(output.loss, own.loss, rtol=8 * FLOAT32, atol=0)
     torch.testing.assert_close(output.aux_loss, 0.1 * own.aux_loss, rtol=8 * FLOAT32, atol=0)
+    torch.testing.assert_close(output.stats["nll"] / output.num_tokens, own.loss - 0.1 * own.aux_loss)
     assert (gradients(backbone, output.loss) - truth).norm() <= 64 * FLOAT32 * truth.norm()
     without = gradients(backbone, output.loss_sum.detach() * 0 + model(batch).loss_sum / output.num_tokens)
     assert (without - truth).norm() > 1e-3 * truth.norm(), "the router's part can be seen"
@@ -67,31 +70,23 @@ def accumulate(backbone: nn.Module, batches: list[dict[str, Tensor]], folder: An
 
 
 @pytest.mark.parametrize("name", ROUTED)
-def test_accumulated_micro_batches_give_the_mean_of_the_models_own_losses(name, tmp_path):
-    ids = torch.randint(3, 97, (4, 2, 20), generator=torch.Generator().manual_seed(5))
-    batches = [{"input_ids": part, "labels": part} for part in ids]
+def test_accumulated_micro_batches_give_the_mean_of_the_models_own_losses_by_tokens(name, tmp_path):
+    batches, counts = [tiny_batch(1, 8, ignored=0.0), tiny_batch(4, 30, ignored=0.0)], [7, 4 * 29]
     reference = tiny_model(name)
     own = [reference(**batch) for batch in batches]
-    truth = gradients(reference, torch.stack([output.loss for output in own]).mean())
 
+    def mean(values: list[Tensor]) -> Tensor:
+        return sum(count * value for count, value in zip(counts, values, strict=True)) / torch.tensor(sum(counts))
+
+    truth = gradients(reference, mean([output.loss for output in own]))
     module, logged = accumulate(tiny_model(name), batches, tmp_path)
     assert (module.applied - truth).norm() <= 64 * FLOAT32 * truth.norm()
-    aux_loss = 0.1 * torch.stack([output.aux_loss for output in own]).mean()
-    cross_entropy = torch.stack([output.loss for output in own]).mean() - aux_loss
+    aux_loss = 0.1 * mean([output.aux_loss for output in own])
+    cross_entropy = mean([output.loss for output in own]) - aux_loss
     torch.testing.assert_close(logged["train/aux_loss"], aux_loss.detach(), rtol=1e-5, atol=0)
     torch.testing.assert_close(logged["train/loss"], cross_entropy.detach(), rtol=1e-5, atol=0)
     own_loss, _ = accumulate(tiny_model(name), batches, tmp_path, ModelInternalLoss())
     assert (own_loss.applied - truth).norm() <= 64 * FLOAT32 * truth.norm()
-
-
-def test_micro_batches_of_different_size_weigh_by_their_tokens(tmp_path):
-    batches = [tiny_batch(1, 8, ignored=0.0), tiny_batch(4, 30, ignored=0.0)]
-    counts = [7, 4 * 29]
-    reference = tiny_model("mixtral")
-    own = [count / sum(counts) * reference(**batch).loss for count, batch in zip(counts, batches, strict=True)]
-    truth = gradients(reference, torch.stack(own).sum())
-    module, _ = accumulate(tiny_model("mixtral"), batches, tmp_path)
-    assert (module.applied - truth).norm() <= 64 * FLOAT32 * truth.norm()
 
 
 class WithRouterZLoss(MixtralForCausalLM):

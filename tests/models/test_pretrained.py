@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import text_folder, train
+from commands import summary, text_folder, train
 from composed import composed
 from hydra.utils import instantiate
 from lightning_helpers import quiet_trainer
@@ -154,7 +154,6 @@ def test_adapters_ask_for_a_vocabulary_that_is_large_enough(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_two_ranks_of_fsdp2_let_it_grow_and_their_checkpoint_is_exported_and_resumed_by_one(tmp_path):
     folder = pretrained(tmp_path / "model", "llama_tied")
     overrides = ["model=pretrained", f"model.path={folder}", "data=text", f"data.path={text_folder(tmp_path)}"]
@@ -163,7 +162,6 @@ def test_two_ranks_of_fsdp2_let_it_grow_and_their_checkpoint_is_exported_and_res
     finished = train(
         tmp_path, *overrides, "strategy=fsdp2", "trainer.devices=2", "trainer.max_steps=2", "hydra.run.dir=out"
     )
-    assert finished.status == 0, finished.output
     assert re.search("LlamaForCausalLM has 97: its vocabulary grows to 400", finished.plain)
     assert "the data's tokenizer is not that of the pretrained" in finished.plain
     before, after = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "out" / "exported"))
@@ -178,9 +176,8 @@ def test_two_ranks_of_fsdp2_let_it_grow_and_their_checkpoint_is_exported_and_res
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert all(torch.equal(again[key], after[key]) for key in after)
     single = ["data.batch_size=8", f"ckpt_path={checkpoint}", "trainer.max_steps=3", "hydra.run.dir=resumed"]
-    resumed = train(tmp_path, *overrides, *single)
-    assert resumed.status == 0, resumed.output
-    assert json.loads((tmp_path / "resumed" / "summary.json").read_text())["steps"] == 3
+    train(tmp_path, *overrides, *single)
+    assert summary(tmp_path / "resumed")["steps"] == 3
 
 
 # The tests below show where a model is looked for.
@@ -222,16 +219,14 @@ def test_the_path_has_to_be_given():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_adapters_around_a_pretrained_model_train_and_export_from_the_command(tmp_path):
     folder = pretrained(tmp_path / "model", "llama_tied")
-    finished = train(
+    train(
         tmp_path,
         *("model=lora", "model@model.model=pretrained", f"model.model.path={folder}", "data=synthetic"),
         *("data.vocab_size=97", "data.block_size=32", "trainer.max_steps=2", "hydra.run.dir=out"),
         "callbacks.checkpoint.every_n_train_steps=2",
     )
-    assert finished.status == 0, finished.output
     before, after = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "out" / "exported"))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if "_proj" in name}

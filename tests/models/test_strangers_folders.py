@@ -97,8 +97,7 @@ def test_no_command_runs_or_offers_to_run_the_code_of_a_folder(name, tmp_path):
     with_code(tmp_path / "FOLDER", tmp_path / "ran", known=False)
     (tmp_path / "a.txt").write_text("w3 w4 w5\n" * 50)
     (tmp_path / "r.jsonl").write_text('{"prompt": "w3", "completion": "w4", "reward": 1.0}\n' * 4)
-    finished = train(tmp_path, *COMMANDS[name], "trainer.max_steps=1", "hydra.run.dir=out")
-    assert finished.status, finished.output
+    finished = train(tmp_path, *COMMANDS[name], "trainer.max_steps=1", "hydra.run.dir=out", status=1)
     assert "y/N" not in finished.output
     assert "FOLDER" in finished.plain
     assert not (tmp_path / "ran").exists()

@@ -12,13 +12,7 @@ from torch import Tensor
 from lit_fused import LanguageModel, LinearCrossEntropyLoss
 from lit_fused.errors import UserError
 from lit_fused.objectives import DistillationLoss
-from lit_fused.objectives.distillation import (
-    LEAST_TAIL,
-    STORED,
-    divergence_with_tail,
-    scores_to_store,
-    teacher_head,
-)
+from lit_fused.objectives.distillation import LEAST_TAIL, STORED, divergence_with_tail, scores_to_store, teacher_head
 from lit_fused.ops.logits.divergence_rows import Divergence
 
 LOSSES: dict[str, dict[str, Any]] = {

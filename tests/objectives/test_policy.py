@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from errors_of import assert_same_gradients
 from frozen_cases import fitted
 from lightning_helpers import loader, quiet_trainer
 from strategy_cases import TRAINED, assert_as_in_one_process
@@ -143,15 +144,12 @@ def test_loss_and_gradients_are_those_of_plain_logits(objective, way, tmp_path):
     net, other = sharpen(tiny_model("gemma2").double(), 3), sharpen(tiny_model("gemma2").double(), 2)
     truth = plain_loss(net, rollouts, objective, options, other)
     weights = [p for p in net.parameters() if p.requires_grad]
-    wanted = torch.autograd.grad(truth, weights)
     module = FusedPolicyModule(
         net, PolicyLoss(objective, **options), reference=other if options.get("kl_weight") else None
     )
     output = module.model(batch_of(tmp_path, rollouts))
     torch.testing.assert_close(output.loss, truth, rtol=1e-6, atol=1e-7)  # Rewards are float32 numbers.
-    norm = torch.stack([g.norm() for g in wanted]).norm()
-    for gradient, exact in zip(torch.autograd.grad(output.loss, weights), wanted, strict=True):
-        assert (gradient - exact).norm() <= 1e-6 * norm
+    assert_same_gradients(output.loss, truth, weights)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -189,10 +187,7 @@ def test_gspo_is_a_ratio_of_the_geometric_mean(tmp_path):
         losses.append(-torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
     truth = torch.stack(losses).mean()
     torch.testing.assert_close(found, truth, rtol=1e-6, atol=0)  # Rewards are float32 numbers.
-    gradients, wanted = (torch.autograd.grad(loss, list(net.parameters())) for loss in (found, truth))
-    norm = torch.stack([g.norm() for g in wanted]).norm()
-    for gradient, exact in zip(gradients, wanted, strict=True):
-        assert (gradient - exact).norm() <= 1e-6 * norm
+    assert_same_gradients(found, truth, net.parameters())
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

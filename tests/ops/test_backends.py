@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from head_cases import grad_of
+from head_cases import error, grad_of
 from torch import Tensor, nn
 
 from lit_fused.errors import UserError
@@ -87,10 +87,6 @@ def loss_and_gradients(function: Any, head: OutputHead, hidden: Tensor, *, autoc
     return [loss.detach(), grad_of(hidden), *(grad_of(p).clone() for p in head.layer.parameters())]
 
 
-def error(found: Tensor, truth: Tensor) -> float:
-    return ((found.double() - truth.double()).norm() / truth.double().norm()).item()
-
-
 def quiet(function: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -138,11 +134,7 @@ def test_errors_are_at_most_twice_those_of_the_upcast_standard(backend, feature,
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "backend",
-    [
-        "chunked",
-        "torch_native",
-        pytest.param("torch_compile", marks=(pytest.mark.slow, pytest.mark.needs_compiler)),
-    ],
+    ["chunked", "torch_native", pytest.param("torch_compile", marks=(pytest.mark.slow, pytest.mark.needs_compiler))],
 )
 def test_all_labels_ignored_gives_zero_loss_and_zero_gradients_that_are_attached(backend, dtype):
     hidden, layer, labels = make(dtype, bias=False, d=16, v=97)
@@ -235,11 +227,7 @@ def test_an_option_that_a_backend_does_not_have_is_refused_by_name_when_it_is_co
 
 
 @pytest.mark.parametrize(
-    ("name", "head", "lacking"),
-    [
-        ("torch_native", {"softcap": 30.0}, "softcap"),
-        ("cce", {"bias": True}, "bias"),
-    ],
+    ("name", "head", "lacking"), [("torch_native", {"softcap": 30.0}, "softcap"), ("cce", {"bias": True}, "bias")]
 )
 def test_a_head_that_a_backend_cannot_serve_is_refused_by_what_it_lacks(name, head, lacking):
     hidden, layer, labels = make(torch.float32, bias=head.pop("bias", False))

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,18 +12,13 @@ from head_cases import NAMES, choice, error, make, run, scored, upcast_scores
 from kernels_of import kernels_of
 from ranks import call as call_in_processes
 from torch import Tensor
+from vocabulary_ranks import group_of, shard_of
 
 from lit_fused import UserError, filtered
-from lit_fused.ops import (
-    linear_cross_entropy,
-    linear_cross_entropy_reference,
-    token_scores,
-    token_scores_reference,
-)
+from lit_fused.ops import linear_cross_entropy, linear_cross_entropy_reference, token_scores, token_scores_reference
 from lit_fused.ops.invariant import invariant_path
 from lit_fused.ops.kernel_path import HeadCall
 from lit_fused.ops.options import LossOptions
-from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
 FEATURES: dict[str, dict[str, Any]] = {"plain": {}, "everything": {"bias": True, "scale": 0.7, "softcap": 5.0}}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -215,37 +209,31 @@ SPLITS = {
 }
 
 
-def parts(rank: int, folder: Path, place: str, dtypes: list[str]) -> None:
+def parts(rank: int, place: str, dtypes: list[str], ranks: int) -> dict[tuple[str, str], Any]:
     """A process: the scores of each split, of which it is a rank."""
-    torch.set_num_threads(1)
     device = f"cuda:{rank}" if place == "cuda" else "cpu"
-    backend = "nccl" if place == "cuda" else "gloo"
     if place == "cuda":
         torch.cuda.set_device(rank)
-    ranks = 4 if place != "cuda" else torch.cuda.device_count()
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    groups: dict[int, Any] = {count: dist.new_group(list(range(count))) for count in (1, 2, 4) if count <= ranks}
+        dist.init_process_group("nccl")
     found = {}
     for name, sizes in SPLITS.items():
+        if len(sizes) <= ranks:
+            group_of(len(sizes))
         if rank >= len(sizes) or len(sizes) > ranks:
             continue
-        start, size = sum(sizes[:rank]), sizes[rank]
-        shard = VocabularyShard(start, sum(sizes), max(sizes), groups[len(sizes)])
+        shard, own = shard_of(rank, sizes)
         for dtype in dtypes:
             with at(place, "logits"):  # Hopper's own takes no empty part.
                 case = Case(dtype, "everything", 1003, device)
-                weight, bias = (tensor[start : start + size] for tensor in case.tensors[1:])
-                scores = case.scores(weight=weight, bias=bias, shard=shard)
-                part = [case.tensors[0], weight, bias]
+                part = [case.tensors[0], *(tensor[own] for tensor in case.tensors[1:])]
+                given = {"weight": part[1], "bias": part[2], "shard": shard}
+                scores, few = case.scores(**given), case.scores(slice(3, 9), **given)
                 options = case.options | {"invariant": True, "shard": shard}
                 _, gradients = scored(token_scores, part, case.targets, case.selected, **options)
-                few = case.scores(slice(3, 9), weight=weight, bias=bias, shard=shard)
             found[name, dtype] = [[x.detach().cpu() for x in group] for group in (scores, few, gradients)]
-    torch.save(found, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("place", "dtypes"),
     [
@@ -254,12 +242,11 @@ def parts(rank: int, folder: Path, place: str, dtypes: list[str]) -> None:
         pytest.param("cuda", ["float32", "bfloat16"], marks=pytest.mark.gpu),
     ],
 )
-def test_bits_do_not_depend_on_the_ranks_that_divide_the_vocabulary(place, dtypes, tmp_path):
+def test_bits_do_not_depend_on_the_ranks_that_divide_the_vocabulary(place, dtypes):
     ranks = 4 if place != "cuda" else min(torch.cuda.device_count(), 4)
     if place == "cuda" and ranks < 2:
         pytest.skip("needs two GPUs")
-    call_in_processes(parts, ranks, tmp_path, place, dtypes, timeout=200)
-    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
+    found = call_in_processes(parts, ranks, place, dtypes, ranks, timeout=200)
     for name, sizes in SPLITS.items():
         for dtype in dtypes if len(sizes) <= ranks else ():
             with at(place) as device:

@@ -14,12 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lit_fused.errors import UserError
 from lit_fused.losses import LinearCrossEntropyLoss
-from lit_fused.ops import (
-    linear_cross_entropy,
-    linear_cross_entropy_reference,
-    token_scores,
-    top_items,
-)
+from lit_fused.ops import linear_cross_entropy, linear_cross_entropy_reference, token_scores, top_items
 from lit_fused.ops.options import chunk_rows, chunks, gpu_enough_rows
 from lit_fused.ops.products import padded
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
@@ -62,10 +57,7 @@ def test_targets_of_any_integer_dtype_are_those_of_int64(dtype, ignore_index, vo
     expected = F.cross_entropy(F.linear(hidden, weight), targets, ignore_index=ignore_index)
     of_scores = token_scores(hidden, weight, narrow, ignore_index=ignore_index).log_prob.sum()
     count = (targets != ignore_index).sum()
-    for found in (
-        linear_cross_entropy(hidden, weight, narrow, ignore_index=ignore_index)[0],
-        -of_scores / count,
-    ):
+    for found in (linear_cross_entropy(hidden, weight, narrow, ignore_index=ignore_index)[0], -of_scores / count):
         torch.testing.assert_close(found, expected)
     ranks = (F.linear(hidden, weight) > F.linear(hidden, weight).gather(1, targets[:, None])).sum(1)
     assert torch.equal(torch.as_tensor(top_items(hidden, weight, 1, targets=narrow).ranks), ranks)

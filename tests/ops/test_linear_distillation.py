@@ -1,18 +1,16 @@
 """Distillation against the whole logits of student and teacher in float64: values, gradients, ranks, memory."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from distillation_cases import HEADS, LOSSES, answer, as_dtype, case, in_float64, teacher_of, upcast
 from head_cases import error, live_bytes, make, weights_of
 from ranks import call as call_in_processes
+from vocabulary_ranks import joined, part_of, shard_of
 
 from lit_fused.errors import UserError
 from lit_fused.ops import TeacherHead, linear_distillation, linear_distillation_reference
-from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
 SPLITS = {"uneven": (60, 7, 30), "one_empty": (50, 0, 47)}
 NAMES = ["nll", "lse_squared", "correct", "entropy", "divergence", "teacher_nll"]
@@ -167,46 +165,29 @@ def test_teachers_that_do_not_fit_are_refused_with_a_sentence():
 # The vocabulary divided over three processes.
 
 
-def rank_answers(split: str, loss: str, shard: VocabularyShard) -> Any:
-    tensors, targets, teacher, options = case("everything")
-    own = slice(shard.start, shard.start + SPLITS[split][dist.get_rank()])
-    tensors = [tensors[0], *(t.detach()[own] for t in tensors[1:])]
-    assert teacher.bias is not None
-    teacher = teacher._replace(weight=teacher.weight[own], bias=teacher.bias[own])
-    options |= LOSSES[loss] | {"logits_budget_mib": 1e-6, "shard": shard}
-    return answer(linear_distillation, tensors, targets, teacher, **options)
-
-
 CALLS = [(split, loss) for split in SPLITS for loss in LOSSES]
 
 
-def work(rank: int, folder: Path, calls: list[tuple[str, str]]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
+def work(rank: int, calls: list[tuple[str, str]]) -> list[Any]:
     found = []
     for split, loss in calls:
-        sizes = SPLITS[split]
-        shard = VocabularyShard(sum(sizes[:rank]), 97, max(sizes), dist.group.WORLD)  # type: ignore[arg-type]
-        found.append(rank_answers(split, loss, shard))
-    torch.save(found, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+        tensors, targets, teacher, options = case("everything")
+        shard, own = shard_of(rank, SPLITS[split])
+        assert teacher.bias is not None
+        teacher = teacher._replace(weight=teacher.weight[own], bias=teacher.bias[own])
+        options |= LOSSES[loss] | {"logits_budget_mib": 1e-6, "shard": shard}
+        found.append(answer(linear_distillation, part_of(tensors, own), targets, teacher, **options))
+    return found
 
 
-@pytest.mark.timeout(120)
-def test_a_divided_vocabulary_gives_the_loss_and_the_gradients_of_the_whole(tmp_path):
-    call_in_processes(work, 3, tmp_path, CALLS, timeout=100)
-    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(3)]
-    for place, (_, loss) in enumerate(CALLS):
+def test_a_divided_vocabulary_gives_the_loss_and_the_gradients_of_the_whole():
+    ranks = call_in_processes(work, 3, CALLS, timeout=100)
+    for (_, loss), *found in zip(CALLS, *ranks, strict=True):
         tensors, targets, teacher, options = case("everything")
         truth = answer(linear_distillation_reference, tensors, targets, teacher, **options, **LOSSES[loss])
-        found = [rank[place] for rank in ranks]
-        for value, stats, gradients in found:
-            assert torch.equal(value, found[0][0])
-            assert all(torch.equal(stats[name], found[0][1][name]) for name in NAMES)
-            assert torch.equal(gradients[0], found[0][2][0])
-        assert error(found[0][0], truth[0]) < 1e-12, loss
+        value, statistics, gradients = joined(found)
+        assert error(value, truth[0]) < 1e-12, loss
         for name in NAMES:
-            assert error(found[0][1][name], truth[1][name]) < 1e-12, name
-        parts = [torch.cat(part) for part in zip(*(gradients[1:] for _, _, gradients in found), strict=True)]
-        for ours, exact in zip([found[0][2][0], *parts], truth[2], strict=True):
+            assert error(statistics[name], truth[1][name]) < 1e-12, name
+        for ours, exact in zip(gradients, truth[2], strict=True):
             assert error(ours, exact) < 1e-11, loss

@@ -1,17 +1,14 @@
 """The best items and the ranks of targets against a full sort of all scores in float64."""
 
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
 from head_cases import live_bytes
 from ranks import call as call_in_processes
 from torch import Tensor
+from vocabulary_ranks import shard_of
 
 import lit_fused
 from lit_fused.errors import UserError
-from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
 
 def sorted_items(scores: Tensor, exclude: list[list[int]]) -> list[list[int]]:
@@ -102,27 +99,22 @@ def rounded_case() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return hidden.round(), weight.round().clamp(-1, 1), bias.round(), targets
 
 
-def on_rank(rank: int, folder: Path) -> None:
+def on_rank(rank: int) -> dict[str, Tensor]:
     """A process: the best items of all ranks, from its part of them, of which that of rank 2 is empty."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
     hidden, weight, bias, targets = rounded_case()
-    start, stop = ((0, 120), (120, 203), (203, 203))[rank]
-    assert dist.group.WORLD is not None
-    shard = VocabularyShard(start, 203, 120, dist.group.WORLD)
+    shard, own = shard_of(rank, (120, 83, 0))
     options = {"padding_item": 0, "logits_budget_mib": 0.01, "shard": shard}
     exclude = [[(7 * row) % 203, (row + 121) % 203] for row in range(50)]
-    found = lit_fused.top_items(hidden, weight[start:stop], 150, exclude, bias[start:stop], targets, **options)
-    torch.save(found._asdict(), folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    found = lit_fused.top_items(hidden, weight[own], 150, exclude, bias[own], targets, **options)
+    return found._asdict()
 
 
-def test_a_divided_catalogue_gives_every_rank_the_items_of_the_whole(tmp_path):
-    call_in_processes(on_rank, 3, tmp_path, timeout=100)
+def test_a_divided_catalogue_gives_every_rank_the_items_of_the_whole():
     hidden, weight, bias, targets = rounded_case()
     exclude = [[(7 * row) % 203, (row + 121) % 203] for row in range(50)]
     whole = lit_fused.top_items(hidden, weight, 150, exclude, bias, targets, padding_item=0)
-    for rank in range(3):
-        for name, value in torch.load(tmp_path / f"{rank}.pt").items():
+    for found in call_in_processes(on_rank, 3, timeout=100):
+        for name, value in found.items():
             assert torch.equal(value, getattr(whole, name)), name
 
 

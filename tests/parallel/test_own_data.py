@@ -18,7 +18,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, get_constant_schedul
 from lit_fused import FusedCausalLMModule
 from lit_fused.parallel.collectives import objects_of_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 
 class Stream(IterableDataset[Any]):

@@ -1,23 +1,20 @@
 """FSDP2 that gathers no output layer: each rank keeps its rows of it, and trains as one process does."""
 
-import os
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning_helpers import loader, quiet_trainer
-from parallel_cases import Case, batches
+from parallel_cases import Case, as_strategy, batches
 from parallel_fits import fit, judge, launch, resume
 from peft import LoraConfig, get_peft_model
 from ranks import Refusal, each
 from strategy_cases import assert_as_in_one_process
 from tiny_models import tiny_model
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -31,7 +28,6 @@ VOCABULARY = 4999  # beside which the layers and the logits of 21 tokens are sma
 MIXED = "bf16-mixed"
 
 
-@pytest.mark.timeout(200)
 def test_three_accumulated_steps_are_those_of_the_large_batch(tmp_path):
     case = Case("fsdp2_rows", "llama")
     judge(case, launch(fit, [case], tmp_path, timeout=180)[case], tmp_path)
@@ -49,7 +45,6 @@ def test_further_models_losses_precisions_and_ranks_train_as_one_process(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path):
     case = Case("fsdp2_rows", "llama_tied")
     found = launch(resume, [case], tmp_path, timeout=180)[case]
@@ -58,7 +53,6 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_objectives_of_token_scores_train_as_in_one_process_and_a_teacher_beside_is_refused(tmp_path):
     refused = "needs the output layer whole on each rank; choose gather_head=true"
     trained = ("weighted", "policy_beside", "dpo_model", "kto_model", "stored")
@@ -80,24 +74,19 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def largest_of(gather_head: bool, folder: Path) -> int:
+def largest_of(gather_head: bool) -> int:
     """Return the size of the largest tensor of forward and backward, on either rank."""
-    if not dist.is_initialized():
-        rank = int(os.environ["RANK"])
-        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
-    strategy: Any = SimpleNamespace(device_mesh=mesh, root_device=torch.device("cpu"), gather_head=gather_head)
     model = LanguageModel(tiny_model("llama_tied", vocab_size=VOCABULARY).train(), LinearCrossEntropyLoss())
     model.prepare(torch.device("cpu"))
-    Sharded(strategy)._divide(model)
+    Sharded(as_strategy(gather_head=gather_head))._divide(model)
     tokens = torch.arange(10 + dist.get_rank())[None] * 400
     with Largest() as largest:
         model({"input_ids": tokens, "labels": tokens}).loss_sum.backward()
     return max(objects_of_ranks(largest.numbers))
 
 
-def test_no_tensor_of_the_vocabulary_times_the_hidden_size_is_on_a_rank(tmp_path):
-    found = each(largest_of, 2, [True, False], tmp_path, timeout=60)
+def test_no_tensor_of_the_vocabulary_times_the_hidden_size_is_on_a_rank():
+    found = each(largest_of, 2, [True, False], timeout=60)
     assert found[True] >= VOCABULARY * 32
     assert found[False] <= (VOCABULARY + 1) // 2 * 32
 

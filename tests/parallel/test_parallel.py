@@ -60,7 +60,6 @@ def test_most_of_the_matrix_equals_one_process(cases, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.needs_compiler
-@pytest.mark.timeout(280)
 def test_compiled_layers_on_two_ranks_equal_one_process_without(tmp_path):
     cases = [case for case in COMPILED if case.strategy in ("ddp", "fsdp2", "pp")]
     cases += [case for case in COMPILED if case.strategy == "tp"][:1]
@@ -77,7 +76,6 @@ MASKED_REFUSALS = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(280)
 def test_masked_language_models_on_two_ranks_equal_one_process(tmp_path):
     found = launch(fit, [*MASKED, *MASKED_REFUSALS], tmp_path, timeout=250)
     for case in MASKED:
@@ -86,16 +84,10 @@ def test_masked_language_models_on_two_ranks_equal_one_process(tmp_path):
         assert reason in found[case]
 
 
-RESUMED = [
-    Case("fsdp2", "llama_tied"),
-    Case("fsdp2_kept", "llama"),
-    Case("tp", "llama_tied"),
-    Case("tp", "qwen3"),
-]
+RESUMED = [Case("fsdp2", "llama_tied"), Case("fsdp2_kept", "llama"), Case("tp", "llama_tied"), Case("tp", "qwen3")]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(280)
 @pytest.mark.parametrize("cases", [RESUMED, [Case("fsdp2_tp", "qwen3_tied")]], ids=["two ranks", "four ranks"])
 def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one_and_its_file_loads_anywhere(cases, tmp_path):
     for case, result in launch(resume, cases, tmp_path, timeout=250).items():
@@ -110,7 +102,6 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one_and_its_fil
             assert trainer.current_epoch == 3
 
 
-@pytest.mark.timeout(180)
 def test_what_would_be_wrong_is_refused_before_training(tmp_path):
     refused = {
         Case("tp", "gpt2"): "transformers' tensor-parallel plan of GPT2LMHeadModel has no layers",

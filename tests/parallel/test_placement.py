@@ -6,12 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    FSDPStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-)
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from tiny_models import tiny_model
 
 import lit_fused

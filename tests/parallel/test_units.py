@@ -1,26 +1,23 @@
 """Units of FSDP2: small layers of a decoder are gathered together, and train as one process does."""
 
 from itertools import chain
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import architectures
 import pytest
 import torch
-import torch.distributed as dist
 from errors_of import relative_error
-from ranks import call
+from parallel_cases import as_strategy
+from ranks import Refusal, each
 from tiny_models import tiny_model
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from vision_cases import tiny
 
-from lit_fused import LanguageModel, LinearCrossEntropyLoss, UserError
+from lit_fused import LanguageModel, LinearCrossEntropyLoss
 from lit_fused.models.blocks import blocks
 from lit_fused.parallel import sharded
 
@@ -86,38 +83,29 @@ def counted(collective: Any) -> Any:
     return mock.patch.object(collective, "__call__", autospec=True, side_effect=collective.__call__)
 
 
-def train(rank: int, folder: Path, kind: str) -> None:
-    """Save, on the first rank, how often a second step gathered and reduced, and the gradients of a third."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+def train(kind: str) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """Return how often a second step gathered and reduced, and the gradients of a third."""
     sharded._ENOUGH = OF_TWO_LAYERS
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
-    model = built(kind)
-    kept = kind == "kept until backward"
-    strategy: Any = SimpleNamespace(device_mesh=mesh, root_device=torch.device("cpu"), reshard_after_forward=not kept)
-    sharded.Sharded(strategy)._divide(model)
+    model, kept = built(kind), kind == "kept until backward"
+    sharded.Sharded(as_strategy(reshard_after_forward=not kept))._divide(model)
     gradients_of(model)
     with counted(DefaultAllGather) as gathered, counted(DefaultReduceScatter) as reduced:
         model({"input_ids": TOKENS, "labels": TOKENS}).loss_sum.backward()
-    counts = [gathered.call_count, reduced.call_count]
-    gradients = gradients_of(model)
-    if rank == 0:
-        torch.save({"counts": counts, "gradients": gradients}, folder / "found.pt")
-    dist.barrier()
+    return [gathered.call_count, reduced.call_count], gradients_of(model)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["as it comes", "activation checkpointing", "two layers left out", "kept until backward"]
 )
-def test_units_of_several_layers_train_as_one_process_and_gather_once_each(kind, tmp_path):
-    call(train, 2, tmp_path, kind, timeout=60)
-    found = torch.load(tmp_path / "found.pt")
+def test_units_of_several_layers_train_as_one_process_and_gather_once_each(kind):
+    counts, found = each(train, 2, [kind], timeout=60)[kind]
     for name, gradient in gradients_of(built(kind)).items():
-        torch.testing.assert_close(found["gradients"][name], gradient, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
     units, root = 3, 1  # of two, two and one layers; the root stays whole between forward and backward
     units -= kind == "two layers left out"
     gathered = units if kind == "kept until backward" else 2 * units
-    assert found["counts"] == [gathered + root, units + root]
+    assert counts == [gathered + root, units + root]
 
 
 def of(architecture: str) -> tuple[LanguageModel, dict[str, Any]]:
@@ -130,34 +118,22 @@ def of(architecture: str) -> tuple[LanguageModel, dict[str, Any]]:
     return model.eval(), architectures.tiny_batch(backbone, masked=is_masked)
 
 
-def train_architectures(rank: int, folder: Path, names: list[str]) -> None:
-    """Save, on the first rank, for each architecture the gradients of a second backward pass, or what refused it."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
-    strategy: Any = SimpleNamespace(device_mesh=mesh, root_device=torch.device("cpu"))
-    found: dict[str, Any] = {}
-    for name in names:
-        model, batch = of(name)
-        try:
-            sharded.Sharded(strategy)._divide(model)
-            gradients_of(model, batch)
-            found[name] = gradients_of(model, batch)
-        except UserError as error:
-            found[name] = str(error)
-    if rank == 0:
-        torch.save(found, folder / "found.pt")
-    dist.barrier()
+def train_architecture(name: str) -> dict[str, torch.Tensor]:
+    """Return the gradients of a second backward pass."""
+    model, batch = of(name)
+    sharded.Sharded(as_strategy())._divide(model)
+    gradients_of(model, batch)
+    return gradients_of(model, batch)
 
 
-def judge(folder: Path, names: list[str], timeout: float = 60) -> None:
-    call(train_architectures, 2, folder, names, timeout=timeout)
-    for name, gradients in torch.load(folder / "found.pt").items():
-        assert not isinstance(gradients, str), gradients
+def judge(names: list[str], timeout: float = 60) -> None:
+    for name, gradients in each(train_architecture, 2, names, timeout=timeout).items():
+        assert not isinstance(gradients, Refusal), gradients
         assert relative_error(gradients, gradients_of(*of(name))) < 1e-5, name
 
 
 @pytest.mark.slow
-def test_layers_that_share_a_part_and_lists_of_lists_train_as_one_process(tmp_path):
+def test_layers_that_share_a_part_and_lists_of_lists_train_as_one_process():
     names = ["zamba2-causal", "funnel-masked"]
     for name in names:
         model, _ = of(name)
@@ -166,11 +142,11 @@ def test_layers_that_share_a_part_and_lists_of_lists_train_as_one_process(tmp_pa
         units = [*chain.from_iterable(sharded.units(model))]
         assert units
         assert not any(layer in shared or isinstance(layer, nn.ModuleList) for layer in units)
-    judge(tmp_path, names)
+    judge(names)
 
 
 @pytest.mark.slow
-def test_an_architecture_of_each_kind_trains_as_one_process(tmp_path):
+def test_an_architecture_of_each_kind_trains_as_one_process():
     names = sorted(architectures.OF_EACH_KIND - {"mobilebert-masked", "musicgen-causal"})  # They are refused.
     assert len(names) > 15
-    judge(tmp_path, names, timeout=200)
+    judge(names, timeout=200)

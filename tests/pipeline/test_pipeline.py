@@ -14,7 +14,7 @@ from lightning_helpers import loader, quiet_trainer
 from parallel_cases import Case
 from parallel_fits import launch as launch_fits
 from parallel_fits import resume
-from pipeline_cases import SETTINGS, module, ragged
+from pipeline_job import SETTINGS, module, ragged
 from ranks import each
 from tiny_models import tiny_model
 from transformers import LlamaForCausalLM
@@ -85,7 +85,6 @@ def weights(part: Any) -> dict[str, torch.Tensor]:
     return part.backbone.state_dict()
 
 
-@pytest.mark.timeout(180)
 def test_ragged_batches_train_evaluate_and_predict_as_in_one_process(tmp_path):
     ours, losses = launch(tmp_path, "ragged_batches", "own_losses")
     trainer, part = alone(tmp_path, "llama_tied")
@@ -116,7 +115,6 @@ def test_ragged_batches_train_evaluate_and_predict_as_in_one_process(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_a_checkpoint_moves_between_schedules_numbers_of_stages_and_a_single_device(tmp_path):
     once, _ = alone(tmp_path, "qwen3_tied")
     once.save_checkpoint(tmp_path / "single.ckpt")
@@ -136,7 +134,6 @@ def test_a_checkpoint_moves_between_schedules_numbers_of_stages_and_a_single_dev
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_what_a_pipeline_would_get_wrong_is_refused_on_every_rank(tmp_path):
     (found,) = launch(tmp_path, "refusals")
     assert found.pop("divided") == found.pop("sharded") == [None, None]
@@ -215,7 +212,6 @@ def test_a_model_that_cannot_be_checked_behind_the_last_stage_is_named():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(280)
 def test_pipelines_side_by_side_resume_exactly(tmp_path):
     cases = [Case("pp_ddp", "llama"), Case("pp_fsdp2", "llama_tied"), Case("pp_fsdp2", "qwen3_tied")]
     for case, result in launch_fits(resume, cases, tmp_path, timeout=250).items():

@@ -70,11 +70,7 @@ def test_a_run_is_planned_with_the_rows_and_the_heads_that_its_devices_divide() 
     [
         (ContextStrategy(3), {}, "4 devices cannot be grouped by context_parallel_size=3"),
         (ContextStrategy(4), {"num_attention_heads": 2}, "context_parallel_size=4 does not divide the 2 heads"),
-        (
-            ContextStrategy(2, 4),
-            {},
-            "devices cannot be grouped by data_parallel_size=4 times context_parallel_size=2",
-        ),
+        (ContextStrategy(2, 4), {}, "devices cannot be grouped by data_parallel_size=4 times context_parallel_size=2"),
     ],
 )
 def test_what_a_run_would_refuse_a_plan_refuses(strategy: Any, sizes: dict[str, Any], message: str) -> None:

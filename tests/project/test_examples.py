@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchrun
+from errors_of import assert_same_gradients
 from torch import Tensor
 
 from lit_fused import FusedCausalLMModule, FusedSeq2SeqLMModule
@@ -429,8 +430,4 @@ def test_the_plain_transformer_has_the_loss_and_gradients_of_its_own_logits() ->
 
 def assert_same_loss_and_gradients(backbone: torch.nn.Module, loss: Tensor, expected: Tensor) -> None:
     assert loss.item() == pytest.approx(expected.item(), rel=4 * EPS)
-    parameters = dict(backbone.named_parameters())
-    gradients = [torch.autograd.grad(value, list(parameters.values())) for value in (loss, expected)]
-    whole = torch.cat([gradient.flatten() for gradient in gradients[1]]).norm()  # a key's bias has none but rounding
-    for name, ours, theirs in zip(parameters, *gradients, strict=True):
-        assert (ours - theirs).norm() <= 4 * EPS * whole, name
+    assert_same_gradients(loss, expected, backbone.parameters(), 4 * EPS)

@@ -10,8 +10,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from errors_of import ROUNDING, relative_error
-from head_cases import grad_of
+from errors_of import relative_error
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_helpers import VOCABULARY, loader, quiet_trainer, ragged_batches, tiny_llama
 from tiny_models import tiny_model
@@ -28,13 +27,6 @@ from lit_fused import (
 )
 from lit_fused.losses import Loss
 from lit_fused.training.optimizers import weight_decay_groups
-
-LOSSES: dict[str, Any] = {
-    "chunked": LinearCrossEntropyLoss,
-    "filtered, of nothing": partial(LinearCrossEntropyLoss, partial(filtered.linear_cross_entropy, filter_eps=0.0)),
-    "standard": CrossEntropyLoss,
-    "torch_native": partial(LinearCrossEntropyLoss, "torch_native"),
-}
 
 
 class Spy(FusedCausalLMModule):
@@ -60,44 +52,6 @@ def fit(module: L.LightningModule, batches: list[dict[str, Tensor]], folder: Pat
     trainer = quiet_trainer(folder, max_epochs=1, precision="64-true", **options)
     trainer.fit(module, loader(batches))
     return trainer
-
-
-def one_large_batch_training(model: nn.Module, windows: list[list[dict[str, Tensor]]], clip: float | None = None):
-    """The truth: for every window one batch, mean over its valid tokens, AdamW."""
-    optimizer = torch.optim.AdamW(weight_decay_groups(model), lr=1e-2, weight_decay=0.1)
-    gradients, losses = [], []
-    for window in windows:
-        ids, labels = (torch.cat([b[name] for b in window]) for name in ("input_ids", "labels"))
-        logits = model(input_ids=ids, use_cache=False).logits
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        gradients.append({n: grad_of(p).clone() for n, p in model.named_parameters()})
-        losses.append(loss.item())
-        if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-    return gradients, losses
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_accumulated_ragged_micro_batches_equal_one_large_batch(name, tmp_path):
-    batches = ragged_batches(7)  # two whole windows and an incomplete one
-    windows = [batches[0:3], batches[3:6], batches[6:7]]
-    truth = tiny_llama().double()
-    gradients, losses = one_large_batch_training(truth, windows, clip=0.5)
-
-    adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
-    module = Spy(tiny_llama(), LOSSES[name](), adamw, get_constant_schedule)
-    fit(module, batches, tmp_path, accumulate_grad_batches=3, gradient_clip_val=0.5)
-
-    assert len(module.steps) == 3
-    for found, expected in zip(module.steps, gradients, strict=True):
-        assert relative_error(found, expected) < ROUNDING
-    for norm, expected in zip(module.norms, gradients, strict=True):
-        assert norm == pytest.approx(math.sqrt(sum(g.square().sum().item() for g in expected.values())), rel=1e-6)
-    assert relative_error(dict(module.model.backbone.named_parameters()), dict(truth.named_parameters())) < ROUNDING
-    assert [logged["train/loss"] for logged in module.logged] == pytest.approx(losses, rel=1e-6)
 
 
 def test_a_subclass_may_change_the_loss_and_log_beside_it(tmp_path):
@@ -378,10 +332,3 @@ def test_a_strategy_that_is_not_exact_yet_is_refused_at_set_up(tmp_path, monkeyp
     monkeypatch.setattr("lit_fused.parallel._CLASSES", ())
     with pytest.raises(UserError, match="SingleDeviceStrategy is not supported.*choose strategy=auto, ddp, fsdp2"):
         trainer.fit(FusedCausalLMModule(tiny_llama()), loader(ragged_batches(1)))
-
-
-def test_tokens_outside_the_embedding_stop_the_first_batch_with_a_sentence(tmp_path):
-    batch = ragged_batches(1)[0]
-    batch["input_ids"] = batch["input_ids"] + VOCABULARY
-    with pytest.raises(UserError, match="input_ids must lie in .0, 61.*does the tokenizer have more entries"):
-        fit(FusedCausalLMModule(tiny_llama()), [batch], tmp_path)

@@ -41,6 +41,7 @@ from lit_fused import (
     PolicyLoss,
     PreferenceLoss,
     SASRec,
+    filtered,
 )
 
 OPTIMIZER: tuple[Any, ...] = (partial(torch.optim.SGD, lr=0.05), get_constant_schedule)
@@ -162,6 +163,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "standard": partial(causal, CrossEntropyLoss()),
     "the model's own": partial(causal, ModelInternalLoss()),
     "torch_native": partial(causal, "torch_native"),
+    "filtered, of nothing": lambda: causal(
+        LinearCrossEntropyLoss(partial(filtered.linear_cross_entropy, filter_eps=0.0))
+    ),
     "smoothing and z-loss": partial(causal, LinearCrossEntropyLoss(label_smoothing=0.2, z_loss=1e-2)),
     "weighted": partial(causal, token_weights=weights),
     "weights of zero": weights_of_zero,

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from architectures import loss_and_gradients
+from errors_of import assert_as_near
 from lightning_helpers import loader, quiet_trainer
 from tiny_models import sharpen, tiny_model
 from tiny_seq2seq import BART, MODELS, START, T5, VOCABULARY, pair_batch, tiny_seq2seq
@@ -15,13 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 import lit_fused
-from lit_fused import (
-    FusedCausalLMModule,
-    FusedSeq2SeqLMModule,
-    LinearCrossEntropyLoss,
-    Seq2SeqLanguageModel,
-    UserError,
-)
+from lit_fused import FusedCausalLMModule, FusedSeq2SeqLMModule, LinearCrossEntropyLoss, Seq2SeqLanguageModel, UserError
 
 CPU = torch.device("cpu")
 QUICK = {"t5", "t5_gated", "bart", "mbart"}
@@ -45,18 +40,6 @@ def from_logits(backbone: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tens
     return loss_and_gradients(backbone, F.cross_entropy(logits, batch["labels"].flatten()))
 
 
-def assert_no_worse_than(
-    ours: dict[str, Tensor], standard: dict[str, Tensor], truth: dict[str, Tensor], eps: float
-) -> None:
-    whole = torch.stack([g.double().norm() for name, g in truth.items() if name != "loss"]).norm()
-    assert whole > 0.1
-    assert ours.keys() == standard.keys() == truth.keys()
-    for key, value in truth.items():
-        scale = value.abs() if key == "loss" else whole
-        allowed = 2 * (standard[key] - value).norm() + eps * scale
-        assert (ours[key] - value).norm() <= allowed, key
-
-
 def language_model(backbone: nn.Module, loss: Any = None) -> Seq2SeqLanguageModel:
     model = Seq2SeqLanguageModel(backbone, LinearCrossEntropyLoss() if loss is None else loss)
     model.prepare(CPU)
@@ -75,7 +58,7 @@ def test_loss_and_every_gradient_are_those_of_the_models_own_logits(name):
         del batch["attention_mask"]  # with padding, LED's own gradients in float64 are not numbers
     truth, standard = from_logits(exact, batch), from_logits(backbone, batch)
     ours = loss_and_gradients(backbone, language_model(backbone)(batch).loss)
-    assert_no_worse_than(ours, standard, truth, 4 * torch.finfo(torch.float32).eps)
+    assert_as_near(ours, standard, truth, 4 * torch.finfo(torch.float32).eps)
 
 
 @pytest.mark.parametrize("name", ["t5", "mbart"])

@@ -1,5 +1,7 @@
 """Fine-tune a causal language model with transformers' Trainer."""
 
+from typing import Any
+
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments, set_seed
 
@@ -11,12 +13,15 @@ def main(dtype: torch.dtype = torch.float32) -> list[float]:
     )
     model = AutoModelForCausalLM.from_config(config).to(dtype)
     rows = torch.randint(503, (16, 24))
-    train_dataset = [{"input_ids": row, "labels": row} for row in rows]
+    lengths = torch.arange(16) % 7 + 9
+    ragged = rows.where(torch.arange(24) < lengths[:, None], -100)
+    train_dataset = [{"input_ids": row, "labels": labels} for row, labels in zip(rows, ragged, strict=True)]
 
     training_args = TrainingArguments(
         output_dir="out",
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
+        gradient_checkpointing=True,
         num_train_epochs=1,
         learning_rate=1e-2,
         logging_steps=1,
@@ -25,6 +30,8 @@ def main(dtype: torch.dtype = torch.float32) -> list[float]:
         use_cpu=True,
         disable_tqdm=True,
     )
-    trainer = Trainer(model=model, args=training_args, train_dataset=train_dataset)  # type: ignore[arg-type]
+    data: Any = {"train_dataset": train_dataset, "eval_dataset": train_dataset[:5]}
+    trainer = Trainer(model=model, args=training_args, **data)
     trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return [*losses, trainer.evaluate()["eval_loss"]]
