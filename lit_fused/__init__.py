@@ -50,6 +50,8 @@ if TYPE_CHECKING:
         FusedSeq2SeqLMModule,
     )
 
+__version__ = "0.1.0"
+
 
 def on_first_use(package: str) -> tuple[dict[str, str], Callable[[str], Any]]:
     """Return the names that a package imports ``if TYPE_CHECKING``, with their modules, and a ``__getattr__`` for it,

@@ -5,6 +5,7 @@
 The folder imports nothing of the package around it, so it is packed as it is, under another name.
 """
 
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+[VERSION] = re.findall('^__version__ = "(.+)"$', (ROOT / "lit_fused" / "__init__.py").read_text(), re.MULTILINE)
 [TORCH] = [requirement for requirement in PROJECT["dependencies"] if requirement.startswith("torch>")]
 CARD = ROOT / "tools" / "ops_card.md"
 PYPROJECT = f"""\
@@ -23,7 +25,7 @@ build-backend = "setuptools.build_meta"
 
 [project]
 name = "lit-fused-ops"
-version = "{PROJECT["version"]}"
+version = "{VERSION}"
 description = "Cross entropy, token scores and distillation of a linear output layer without its logits."
 readme = "README.md"
 requires-python = "{PROJECT["requires-python"]}"

@@ -54,7 +54,7 @@ class FusedHFLM(_Base):
         """Return the log-likelihood of each request's continuation, and whether greedy decoding would write it."""
         most, pairs = self.max_length + 1, []
         for _, context, continuation in requests:
-            assert len(continuation) < most
+            assert 0 < len(continuation) < most
             tokens = [*context, *continuation][-most:]
             pairs.append((tokens[: -len(continuation)], tokens[-len(continuation) :]))
         cut = sum(len(context) + len(continuation) > most for _, context, continuation in requests)

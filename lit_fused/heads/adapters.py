@@ -13,8 +13,6 @@ If PEFT trains some rows (``trainable_token_indices``, on an output layer tied t
 a copy of the weight, which passes their gradient on.
 """
 
-import sys
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,7 +20,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
-from lit_fused.ops.frozen_columns import FrozenColumns, with_frozen_columns
+from lit_fused.heads.quantised import is_instance, loaded_classes, weight_of
+from lit_fused.ops.frozen_columns import FrozenColumns, frozen_columns, with_frozen_columns
+
+_LORA = ("peft.tuners.lora.Linear", "peft.tuners.lora.bnb.Linear4bit")
 
 
 def without_wrappers(backbone: nn.Module) -> nn.Module:
@@ -45,12 +46,12 @@ def without_compilation(backbone: nn.Module) -> nn.Module:
 def peft_model(backbone: nn.Module) -> Any:
     """Return the ``peft.PeftModel`` that ``backbone`` is or that ``torch.compile`` wraps; else None."""
     model = without_compilation(backbone)
-    return model if _is_peft(model, "PeftModel") else None
+    return model if is_instance(model, "peft.PeftModel") else None
 
 
 def trained_copy(layer: Any) -> Any:
     """Return the active copy of a layer that PEFT trains whole (``modules_to_save``); any other layer unchanged."""
-    if not _is_peft(layer, "utils.ModulesToSaveWrapper"):
+    if not is_instance(layer, "peft.utils.ModulesToSaveWrapper"):
         return layer
     active = layer.active_adapters
     if layer.disable_adapters or not active or any(name not in layer.modules_to_save for name in active):
@@ -60,16 +61,21 @@ def trained_copy(layer: Any) -> Any:
 
 def is_adapter(layer: nn.Module) -> bool:
     """Return whether the layer is one of PEFT's, around another layer."""
-    return _is_peft(layer, "tuners.tuners_utils.BaseTunerLayer", "utils.other.AuxiliaryTrainingWrapper")
+    return is_instance(layer, "peft.tuners.tuners_utils.BaseTunerLayer", "peft.utils.other.AuxiliaryTrainingWrapper")
 
 
 def is_lora(layer: nn.Module) -> bool:
-    return _is_peft(layer, "tuners.lora.Linear")
+    return is_instance(layer, *_LORA)
+
+
+def base_layer(layer: Any) -> Any:
+    """Return the layer that LoRA is around; any other layer unchanged."""
+    return layer.base_layer if is_lora(layer) else layer
 
 
 def trains_tokens(layer: nn.Module) -> bool:
     """Return whether PEFT trains some rows of a layer's weight (``trainable_token_indices``)."""
-    return _is_peft(layer, "utils.other.TrainableTokensWrapper")
+    return is_instance(layer, "peft.utils.other.TrainableTokensWrapper")
 
 
 def weight_with_trained_tokens(layer: Any) -> Tensor:
@@ -85,7 +91,7 @@ def weight_with_trained_tokens(layer: Any) -> Tensor:
 
 def why_not_plain_lora(layer: Any) -> str | None:
     """Return why a LoRA layer differs from the formula above, to follow "its output layer"; None if it is equal."""
-    if type(layer).forward is not sys.modules["peft"].tuners.lora.Linear.forward:
+    if all(type(layer).forward is not kind.forward for kind in loaded_classes(*_LORA)):
         return f"is LoRA of a kind of its own ({full_name(layer)})"
     for name in layer.active_adapters:
         if name in layer.lora_variant:
@@ -105,11 +111,14 @@ def lora_operands(layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         raise UserError(f"the output layer {reason}; choose loss=standard")
     if layer.disable_adapters and layer.merged:
         layer.unmerge()  # PEFT's own forward does so, but it does not run
-    weight = layer.base_layer.weight
+    weight = weight_of(layer.base_layer, hidden_states.dtype)
     adapters = [name for name in layer.active_adapters if name in layer.lora_A]
     if layer.disable_adapters or layer.merged or not adapters:
         return hidden_states, weight
-    features, weights = [hidden_states], [weight] if weight.requires_grad else []
+    frozen = frozen_columns(weight)
+    if frozen is None and not weight.requires_grad:
+        frozen = FrozenColumns(weight.__getitem__, weight.shape[1], weight.dtype)
+    features, weights = [hidden_states], [weight] if frozen is None else []
     for name in adapters:
         down, up = layer.lora_A[name], layer.lora_B[name]
         dropped = layer.lora_dropout[name](hidden_states.to(down.weight.dtype))
@@ -119,17 +128,9 @@ def lora_operands(layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     features.append(hidden_states.new_zeros(*hidden_states.shape[:-1], padding))
     weights.append(weight.new_zeros(len(weight), padding))
     hidden_states, trained = torch.cat(features, -1), torch.cat(weights, -1)
-    if weight.requires_grad:
-        return hidden_states, trained
-    return hidden_states, with_frozen_columns(trained, FrozenColumns(weight.__getitem__, weight.shape[1], weight.dtype))
+    return hidden_states, trained if frozen is None else with_frozen_columns(trained, frozen)
 
 
 def full_name(thing: Any) -> str:
     """Return module and name of an object's class."""
     return f"{type(thing).__module__}.{type(thing).__name__}"
-
-
-def _is_peft(thing: Any, *classes: str) -> bool:
-    """Return whether a thing is of one of these classes of PEFT. None is before PEFT has been imported."""
-    peft = sys.modules.get("peft")
-    return peft is not None and any(isinstance(thing, attrgetter(name)(peft)) for name in classes)

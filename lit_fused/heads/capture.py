@@ -7,7 +7,7 @@ returns its hidden states.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
+from lit_fused.heads.adapters import base_layer
+from lit_fused.heads.quantised import rounds_activations
 from lit_fused.heads.spec import OutputHead
 
 
@@ -30,6 +32,14 @@ def replaced_forward(layer: nn.Module, forward: Callable[..., Tensor]) -> Iterat
         del layer.forward
         if own is not None:
             layer.forward = own
+
+
+@contextmanager
+def whole_activations(layer: nn.Module) -> Iterator[None]:
+    """Make an ``FP8Linear``, or the one inside LoRA, multiply hidden states in a block as the formula does."""
+    base = base_layer(layer)
+    with replaced_forward(base, OutputHead(base).output) if rounds_activations(base) else nullcontext():
+        yield
 
 
 def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -186,5 +186,9 @@ def without_trace(model: nn.Module) -> Iterator[ModelState]:
 @contextmanager
 def probing(model: nn.Module) -> Iterator[None]:
     """Put a model into evaluation mode for forward passes beside its training, and afterwards all of it as it was."""
+    # On some CPUs bitsandbytes' layers of 4 bits repack their weights in evaluation, and have no gradient then.
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            vars(module)["support_avx512bf16_for_cpu"] = False
     with without_trace(model), evaluation_mode(model):
         yield

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from lit_fused.errors import UserError
 from lit_fused.heads.adapters import (
+    base_layer,
     full_name,
     is_adapter,
     is_lora,
@@ -39,8 +40,10 @@ from lit_fused.heads.capture import (
     first_argument,
     graph_leaves,
     replaced_forward,
+    whole_activations,
 )
 from lit_fused.heads.model_state import probing
+from lit_fused.heads.quantised import is_quantised, settle, why_not_dequantised
 from lit_fused.heads.spec import OutputHead
 
 PLAIN_WEIGHTS = (nn.Parameter, Tensor, DTensor)  # Others may be quantised.
@@ -80,10 +83,10 @@ def supported_layer(layer: nn.Module, owner: nn.Module) -> nn.Module:
     """Return the layer whose operands a fused loss can read: ``layer``, or the copy of it that PEFT trains. Refuse one
     of ``owner`` that is custom, quantised or adapted in a way that no formula covers."""
     layer = trained_copy(layer)
-    plain: Any = layer
+    plain: Any = base_layer(layer)
     reason = None
     if is_lora(layer):
-        plain, reason = layer.base_layer, why_not_plain_lora(layer)
+        reason = why_not_plain_lora(layer)
     elif trains_tokens(layer):
         plain = layer.original_module
         if getattr(plain, "bias", None) is not None:  # PEFT's own forward leaves the bias out
@@ -98,6 +101,7 @@ def supported_layer(layer: nn.Module, owner: nn.Module) -> nn.Module:
             "the hidden states that the model returns, hook the weight (weight.register_hook), or make a pruned weight "
             "permanent (torch.nn.utils.prune.remove)"
         )
+    settle(plain)
     return layer
 
 
@@ -129,6 +133,8 @@ def _why_not_plain(layer: Any) -> str | None:
         )
     if is_parametrized(layer):  # A loss reads the weight several times, and a spectral norm iterates at each of them.
         return "computes its weight at every use (torch.nn.utils.parametrize)"
+    if is_quantised(layer):
+        return why_not_dequantised(layer)
     if getattr(type(layer), "forward", None) not in (nn.Linear.forward, nn.Embedding.forward):
         return f"is a {full_name(layer)}, not a plain linear layer"
     if len(list(layer.parameters())) > 1 + (getattr(layer, "bias", None) is not None):
@@ -152,7 +158,6 @@ def identify_head(model: nn.Module, batch: Mapping[str, Any] | None = None) -> O
 
     Runs three forward passes on the model's device, in evaluation mode, and does not change the model, except that
     bitsandbytes' layers of 4 bits keep the form that can be trained.
-    UnsupportedHeadError names the class and the reason.
 
     Args:
         model: a transformers model that returns logits, or PEFT's or ``torch.compile``'s wrapper around one.
@@ -166,13 +171,10 @@ def identify_head(model: nn.Module, batch: Mapping[str, Any] | None = None) -> O
     assert inner is not None, "only a transformers model computes its own logits"
     if isinstance(layer, nn.Embedding):
         raise UnsupportedHeadError(inner, f"its output layer is an {type(layer).__name__}, not a linear layer")
-    # On some CPUs such a layer repacks its weight in evaluation, and has no gradient then.
-    for module in inner.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            vars(module)["support_avx512bf16_for_cpu"] = False
     inputs = dict(probe_batch(inner, rows=2) if batch is None else batch)
     with probing(inner), torch.autocast(inner.device.type, enabled=False):
-        hidden, raw, real, behind = _honest_forward(inner, layer, inputs)
+        with whole_activations(layer):
+            hidden, raw, real, behind = _honest_forward(inner, layer, inputs)
         if not raw.isfinite().all():
             raise UserError(
                 f"the output layer of {type(inner).__name__} gives NaN or infinity for the tokens that it is tried "
@@ -188,7 +190,9 @@ def identify_head(model: nn.Module, batch: Mapping[str, Any] | None = None) -> O
                 raise UnsupportedHeadError(inner, "a trainable parameter acts on its logits after the output layer")
             if not _close(head.transform(injected), answer.detach(), TOLERANCE):
                 raise UnsupportedHeadError(inner, "what it does to its logits is not a scale, a softcap or a slice")
-        own, float32 = torch.finfo(raw.dtype).eps, torch.finfo(torch.float32).eps
+        # A quantised layer may multiply in another dtype than the model's.
+        dtypes = raw.dtype, head.operands(hidden, in_parts=True)[0].dtype
+        own, float32 = max(torch.finfo(dtype).eps for dtype in dtypes), torch.finfo(torch.float32).eps
         rounding = 50 * max(own, float32)
         output, logits = head.output(hidden), head.logits(hidden)
         # Rounding differs from entry to entry; its norm shows a factor that single entries would hide.
@@ -242,7 +246,7 @@ def _honest_forward(
     for module in model.modules():
         for name, tensor in (*module.named_buffers(recurse=False), *module.named_parameters(recurse=False)):
             owners[id(tensor)] = module, name
-    may_be_bias = torch.Size(layer.weight.shape[:1])  # type: ignore[index]
+    may_be_bias = torch.Size([OutputHead(layer).width])
     tensors = [*model.buffers(), *model.parameters()]
     use = _Used(t for t in tensors if not t.requires_grad or t.shape == may_be_bias)
     with ExitStack() as after_the_layer:
@@ -327,7 +331,7 @@ def _fit(
         usable = y.abs() < 0.9 * softcap
         x, y = x[usable], softcap * torch.atanh(y[usable] / softcap)
     scale = ((x * y).sum() / (x * x).sum()).item()
-    n_out = width if width < layer.weight.shape[0] else None  # type: ignore[union-attr]
+    n_out = width if width < OutputHead(layer).width else None
     return OutputHead(layer, 1.0 if abs(scale - 1) < 1e-5 else scale, softcap, n_out, offset)
 
 

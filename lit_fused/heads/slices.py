@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from lit_fused.heads.capture import first_argument
+from lit_fused.heads.capture import first_argument, whole_activations
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
 _LOGITS = 2**22  # of the slice: 16 MiB in float32, of which the check makes some ten copies
@@ -62,7 +62,7 @@ def copied(value: Any) -> Any:
 @contextmanager
 def leaf_before(layer: nn.Module) -> Iterator[list[Tensor]]:
     """Cut the graph before a layer in a block: its calls get a leaf in place of their input, before the layer's own
-    hooks. The list has these leaves."""
+    hooks. The list has these leaves. The layer rounds none of its input to 8 bits."""
     leaves: list[Tensor] = []
 
     def replace(_: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -72,6 +72,7 @@ def leaf_before(layer: nn.Module) -> Iterator[list[Tensor]]:
 
     handle = layer.register_forward_pre_hook(replace, prepend=True, with_kwargs=True)
     try:
-        yield leaves
+        with whole_activations(layer):
+            yield leaves
     finally:
         handle.remove()

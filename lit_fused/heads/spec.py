@@ -7,17 +7,20 @@ at every use, because strategies replace parameters after construction.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lit_fused.heads.adapters import is_lora, lora_operands, trains_tokens, weight_with_trained_tokens
-from lit_fused.ops.frozen_columns import frozen_columns, whole_weight, with_frozen_columns
+from lit_fused.heads.adapters import base_layer, is_lora, lora_operands, trains_tokens, weight_with_trained_tokens
+from lit_fused.heads.quantised import is_quantised, weight_of
+from lit_fused.ops.frozen_columns import frozen_columns, row_parts, whole_weight, with_frozen_columns
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
 _OWN_ROWS = "_has_own_rows"
+_ROWS = 8192  # of a quantised weight that are in memory at a time
 
 
 def keep_own_rows(layer: nn.Module) -> None:
@@ -95,7 +98,7 @@ class OutputHead:
     @property
     def width(self) -> int:
         """Return V, the number of the layer's outputs, also where ranks divide them."""
-        return self._layer_weight.shape[0]
+        return self._shape[0]
 
     @property
     def vocabulary(self) -> int:
@@ -111,7 +114,10 @@ class OutputHead:
         if self.shard is not None:
             return self.layer(hidden_states)  # its hooks gather the ranks' outputs
         hidden_states, weight = self._layer_operands(hidden_states)
-        return F.linear(hidden_states, whole_weight(weight), self._layer_bias)
+        if not self._is_quantised:
+            return F.linear(hidden_states, whole_weight(weight), self._layer_bias)
+        products = torch.cat([F.linear(hidden_states, rows) for rows in row_parts(weight, _ROWS)], -1)
+        return products if self._layer_bias is None else products + self._layer_bias
 
     def transform(self, output: Tensor) -> Tensor:
         """Return the logits (..., n_out) that the model makes of its output layer's output (..., V)."""
@@ -124,7 +130,7 @@ class OutputHead:
     def __str__(self) -> str:
         # A rank without the layer has a placeholder.
         is_here = hasattr(self.layer, "weight") or trains_tokens(self.layer)
-        parts = [f"{type(self.layer).__name__} {tuple(self._layer_weight.shape)}" if is_here else "output layer"]
+        parts = [f"{type(self.layer).__name__} {self._shape}" if is_here else "output layer"]
         parts += ["bias"] if self._layer_bias is not None else []
         parts += [f"scale {self.scale:g}"] if self.scale != 1.0 else []
         parts += [f"plus {self.offset[1]}"] if self.offset is not None else []
@@ -134,10 +140,12 @@ class OutputHead:
 
     def _layer_operands(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         if self._has_lora:
-            return lora_operands(self.layer, hidden_states)
-        if self._trains_tokens:
-            return hidden_states, weight_with_trained_tokens(self.layer)
-        return hidden_states, self.layer.weight  # type: ignore[return-value]
+            hidden_states, weight = lora_operands(self.layer, hidden_states)
+        elif self._trains_tokens:
+            weight = weight_with_trained_tokens(self.layer)
+        else:
+            weight = weight_of(self.layer, hidden_states.dtype)
+        return hidden_states.to(weight.dtype) if self._is_quantised else hidden_states, weight
 
     def _own_rows(self, of_layer: Tensor) -> Tensor:
         """Return this rank's rows of the layer's weight or bias, without those beyond ``n_out``."""
@@ -154,6 +162,16 @@ class OutputHead:
     @cached_property
     def _trains_tokens(self) -> bool:
         return trains_tokens(self.layer)
+
+    @cached_property
+    def _is_quantised(self) -> bool:
+        return is_quantised(base_layer(self.layer))
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        """Return (V, D). A quantised weight may have another shape."""
+        layer: Any = base_layer(self.layer)
+        return (layer.out_features, layer.in_features) if self._is_quantised else tuple(self._layer_weight.shape)
 
     @property
     def _layer_weight(self) -> Tensor:

@@ -29,6 +29,7 @@ from lit_fused.heads.capture import graph_leaves
 from lit_fused.heads.model_state import NOT_THERE, same_numbers, without_trace
 from lit_fused.heads.slices import leaf_before
 from lit_fused.heads.spec import OutputHead, has_own_rows
+from lit_fused.ops.frozen_columns import row_parts
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
 _LOSS, _GRADIENT = 1e-4, 2e-3  # relative: what an exact loss or gradient may differ by in any precision
@@ -330,13 +331,9 @@ def _measured(head: OutputHead, fused: FusedPass, leaf: Tensor, targets: Tensor)
     hidden_states = fused.hidden_states
     with torch.random.fork_rng([hidden_states.device] if hidden_states.is_cuda else []):
         loss_sum = fused.loss_sum()  # It refuses labels that cannot be.
-    operands = head.operands(hidden_states)  # LoRA draws the same dropout again.
-    leaves = [
-        found
-        for operand in operands
-        if operand is not None
-        for found in ([operand] if operand.grad_fn is None else graph_leaves(operand.grad_fn))
-    ]
+    operands = head.operands(hidden_states, in_parts=True)  # LoRA draws the same dropout again.
+    given = [operand for operand in operands if operand is not None]
+    leaves = [leaf for x in given for leaf in ([x] if x.grad_fn is None else graph_leaves(x.grad_fn))]
     has_targets = bool((targets != IGNORE_INDEX).any())
     formula = _formula(head, operands, leaf, targets) if head.shard is None and has_targets else None
     weights: list[nn.Parameter] = []
@@ -362,10 +359,10 @@ def _by_formula(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the losses (N,) and the gradient (N, D) of their sum, None where gradients are off, computed in a dtype;
     None: in that of the run. Autograd would keep the whole weight in float64, so products with it are outside."""
-    with_gradient, weight_VD, kind = torch.is_grad_enabled(), weight_VD.detach(), hidden_ND.device.type
+    with_gradient, kind = torch.is_grad_enabled(), hidden_ND.device.type
     as_the_run, to = to is None and torch.is_autocast_enabled(kind), to or weight_VD.dtype
     with torch.autocast(kind, enabled=as_the_run):
-        products = torch.cat([F.linear(hidden_ND.to(to), rows.to(to)) for rows in weight_VD.split(_ROWS)], -1)
+        products = torch.cat([F.linear(hidden_ND.to(to), rows.to(to)) for rows in row_parts(weight_VD, _ROWS)], -1)
         products.requires_grad_(with_gradient)
         logits = products * head.scale if bias_V is None else products * head.scale + bias_V.detach().to(to)
         logits = logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
@@ -373,7 +370,7 @@ def _by_formula(
         if not with_gradient:
             return losses.double(), None
         (of_products,) = torch.autograd.grad(losses.sum(), products)
-        pairs = zip(of_products.split(_ROWS, -1), weight_VD.split(_ROWS), strict=True)
+        pairs = zip(of_products.split(_ROWS, -1), row_parts(weight_VD, _ROWS), strict=True)
         gradient: Any = sum(part @ rows.to(part.dtype) for part, rows in pairs)
     return losses.detach().double(), gradient.double()
 

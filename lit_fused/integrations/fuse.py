@@ -46,9 +46,9 @@ def fuse(
     """Make ``model(..., labels=...)`` compute its loss without logits, in place, and return the model.
 
     The loss and its gradients are the model's own: it shifts the labels or not, divides by ``num_items_in_batch`` if
-    that is given, and adds its router's loss. Without a valid label it is zero. ``outputs.logits``, and what else
-    the model makes of logits or labels, is an object that any use of raises an error which says so. Calls without
-    labels, ``generate``, parameters, configuration and class stay as they are.
+    that is given, and adds its router's loss. Without a valid label it is NaN, and its gradients are zero.
+    ``outputs.logits``, and what else the model makes of logits or labels, is an object that any use of raises an error
+    which says so. Calls without labels, ``generate``, parameters, configuration and class stay as they are.
 
     Args:
         model: a transformers model, or PEFT's, ``torch.compile``'s or DDP's wrapper around one.

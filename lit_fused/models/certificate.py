@@ -9,6 +9,7 @@ N tokens, D hidden, V vocabulary.
 """
 
 import copy
+import math
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -20,11 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lit_fused import __version__
 from lit_fused.errors import UserError
 from lit_fused.heads import OutputHead, identify_head, output_layer, transformers_model
+from lit_fused.heads.adapters import base_layer
 from lit_fused.heads.capture import UnsupportedHeadError
 from lit_fused.heads.model_state import probing
 from lit_fused.heads.probe import probe_batch
+from lit_fused.heads.quantised import dequantised_weight
 from lit_fused.heads.slices import leaf_before
 from lit_fused.losses import LinearCrossEntropyLoss
 from lit_fused.losses.loss import at_least_float32
@@ -35,7 +39,6 @@ from lit_fused.ops.reference import linear_cross_entropy_reference
 
 Certificate = dict[str, Any]  # of strings and numbers
 _ROWS = 4  # of eight tokens
-_PART = 2**20  # numbers of a gradient that are converted at once
 _MEASURED = {
     "loss": "loss",
     "hidden_states": "gradient of the hidden states",
@@ -114,8 +117,8 @@ def certificate_of(model: LanguageModel, *, divided: bool) -> Certificate | None
 
 def _versions() -> Certificate:
     """Return the versions and the date that every certificate has."""
-    names = {"lit_fused": "lit-fused", "torch": "torch", "transformers": "transformers"}
-    return {name: version(package) for name, package in names.items()} | {"date": f"{datetime.now(UTC):%Y-%m-%d}"}
+    versions = {"lit_fused": __version__, "torch": version("torch"), "transformers": version("transformers")}
+    return versions | {"date": f"{datetime.now(UTC):%Y-%m-%d}"}
 
 
 def text_of(certificate: Certificate) -> str:
@@ -202,7 +205,14 @@ def _in_float64(head: OutputHead, hidden_states: Tensor, targets: Tensor) -> tup
     def exact(tensor: Tensor) -> Tensor:
         return tensor.detach().to("cpu", torch.float64)
 
-    layer = copy.deepcopy(head.layer, {id(p): nn.Parameter(exact(p), p.requires_grad) for p in head.layer.parameters()})
+    base = base_layer(head.layer)
+    weight = dequantised_weight(base)
+    inputs = [p for p in head.layer.parameters() if weight is None or p is not base.weight]
+    memo: dict[int, Any] = {id(p): nn.Parameter(exact(p), p.requires_grad) for p in inputs}
+    if weight is not None:
+        memo[id(base)] = plain = nn.Linear(1, 1, device="meta")
+        plain.weight, plain.bias = nn.Parameter(exact(weight), False), memo.get(id(base.bias), base.bias)
+    layer = copy.deepcopy(head.layer, memo)
     leaf = exact(hidden_states).requires_grad_()
     operands = replace(head, layer=layer, offset=None).operands(leaf)
     bias = operands[2]
@@ -216,10 +226,7 @@ def _in_float64(head: OutputHead, hidden_states: Tensor, targets: Tensor) -> tup
 
 def _relative(found: list[Tensor], truth: list[Tensor]) -> float:
     """Return the norm of the error of some tensors together, divided by that of the truth, if it is not zero."""
-    error = size = 0.0
-    for ours, exact in zip(found, truth, strict=True):
-        for part, of_truth in zip(ours.flatten().split(_PART), exact.flatten().split(_PART), strict=True):
-            error += (part.to("cpu", torch.float64) - of_truth).square_().sum().item()
-            size += of_truth.square().sum().item()
-    error, size = error**0.5, size**0.5
+    pairs = zip(found, truth, strict=True)
+    error = math.hypot(*(torch.dist(ours.to("cpu", torch.float64), exact).item() for ours, exact in pairs))
+    size = math.hypot(*(exact.norm().item() for exact in truth))
     return error / size if size else error

@@ -28,7 +28,7 @@ _PREDICTED = 0.15  # so too for other weights, predicted from other tokens: roun
 # The most roundings, on average, of programs that compute the same in the same precision.
 _ALIKE = {torch.bfloat16: 4.0, torch.float16: 4.0}
 _ALIKE_FLOAT32 = 64.0  # The order of sums matters more than the last rounding.
-_FEW = 16  # tokens: of eight, rounding in bfloat16 was taken for another precision of the head in 2 of 100 batches
+_FEW = 16  # tokens: fewer are explained by chance, those of another policy by a temperature
 _AS_NEAR = 0.05  # less explained: float32 and float16 are as near to scores that were rounded to bfloat16
 _ENTRIES = 1 << 14  # of the vocabulary, whose weights are converted at once
 _OF_BODY = 32.0  # of bfloat16, through all layers: two have 1 to 3, four 5
@@ -133,6 +133,12 @@ def _predicted_by_others(layer: OutputLayer, differences: Tensor, unit: Tensor, 
     return max(shares)
 
 
+def enough(least: float, tokens: int) -> float:
+    """Return the share that a cause must explain of some tokens, if ``least`` of 16 is enough: of fewer so much that
+    chance explains it as rarely."""
+    return 1 - (1 - least) ** max((_FEW - 1) / max(tokens - 1, 0.1), 1)
+
+
 def explain(layer: OutputLayer, sample: Sample, dtype: torch.dtype) -> Finding:
     """Return the cause of the differences of a sample. ``dtype`` is what the policy computes in."""
     products, index = layer.products(), torch.arange(len(layer.targets), device=layer.targets.device)
@@ -156,10 +162,12 @@ def explain(layer: OutputLayer, sample: Sample, dtype: torch.dtype) -> Finding:
         return Finding(NONE, "", 0.0)
     causes = [each for each in _candidates(layer, sample, products, unit, dtype) if not is_alike or each.cause == HEAD]
     best = max(causes, key=lambda each: each.explained)
-    if best.explained >= (_EXPLAINS_SHIFT if best.cause == SHIFT else _EXPLAINS):
+    if best.explained >= enough(_EXPLAINS_SHIFT if best.cause == SHIFT else _EXPLAINS, len(difference)):
         return best
     if is_alike:
         return Finding(NONE, "", 0.0)
+    if len(difference) < _FEW:
+        return Finding(UNKNOWN, f"{len(difference)} tokens are too few to name it", 0.0)
     correlation = torch.corrcoef(torch.stack([sample.ours, sample.samplers]))[0, 1].item()
     if difference.square().mean().sqrt() > 1 and not correlation > 0.4:
         return Finding(TOKENIZER, f"the scores' correlation is {correlation:.2f}", 0.0)

@@ -27,7 +27,7 @@ _ADVICE = {
     score_causes.MASK: "tokens are trained that have no score; look at the labels and at where scores are written",
     score_causes.HEAD: "compute the output layer of both in the same precision",
     score_causes.BODY: "run the layers of both in the same precision",
-    UNKNOWN: "give hidden_states, weight and targets for the cause",
+    UNKNOWN: "hidden_states, weight and targets of 16 tokens or more tell the cause",
 }
 
 
@@ -175,9 +175,9 @@ def _of_scores_alone(sample: Sample) -> Finding:
         return Finding(NONE, "", 0.0)
     for side, where in ((sample.before, "before"), (sample.after, "after")):
         exists = side[:, 1] >= 0
-        left = (sample.samplers - side[:, 0])[exists].square().mean().sqrt().item()
-        if exists.any() and left < 0.3 * size:
-            return Finding(SHIFT, f"they are of the position {where}", 1 - (left / size) ** 2)
+        explained = 1 - (sample.samplers - side[:, 0])[exists].square().mean().item() / size**2
+        if explained >= score_causes.enough(0.91, int(exists.sum())):
+            return Finding(SHIFT, f"they are of the position {where}", explained)
     if len(difference) > 16 and size > 1:
         correlation = torch.corrcoef(torch.stack([sample.ours, sample.samplers]))[0, 1].item()
         if not correlation > 0.4:

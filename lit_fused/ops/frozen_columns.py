@@ -83,5 +83,15 @@ def frozen_columns(weight: Tensor) -> FrozenColumns | None:
 
 def whole_weight(weight: Tensor) -> Tensor:
     """Return the weight (V, D + R), a copy if columns of it are frozen."""
-    frozen = frozen_columns(weight)
-    return weight if frozen is None else torch.cat([frozen.rows(slice(0, len(weight))).to(weight.dtype), weight], 1)
+    return weight if frozen_columns(weight) is None else _rows(weight, slice(0, len(weight)))
+
+
+def row_parts(weight: Tensor, size: int) -> Iterator[Tensor]:
+    """Yield a weight (V, D + R) in parts of ``size`` rows, a multiple of 64, without gradients."""
+    for start in range(0, len(weight), size):
+        yield _rows(weight, slice(start, min(start + size, len(weight)))).detach()
+
+
+def _rows(weight: Tensor, rows: slice) -> Tensor:
+    frozen, own = frozen_columns(weight), weight[rows]
+    return own if frozen is None else torch.cat([frozen.rows(rows).to(weight.dtype), own], 1)

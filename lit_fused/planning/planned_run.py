@@ -14,6 +14,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer_pt_utils import LabelSmoother
 
 from lit_fused.errors import UserError
 from lit_fused.heads import transformers_model
@@ -140,7 +141,8 @@ def plan(
             None: as the arguments say; else "padded" for policies and "stream" for others.
         memory_gib: of one GPU, to say what fits; None: of the GPU that is here, if there is one.
         devices: None: the trainer's, or those of the arguments' environment.
-        loss: that arguments train with; None: the fused cross entropy, or TRL's objective.
+        loss: that arguments train with; None: the fused cross entropy (with ``label_smoothing_factor`` the Trainer's
+            own, of logits), or TRL's objective.
 
     Raises:
         UserError: a loss, a precision, a strategy or a trainer is unknown, a size is missing, or the model or the
@@ -177,7 +179,8 @@ def plan(
         )
     found = getattr(getattr(model, "model", None), "loss", None)
     of_shape = partial(_batch, found, packing or ("padded" if isinstance(found, PolicyLoss) else "stream"))
-    inner = transformers_model(getattr(getattr(model, "model", None), "backbone", model))
+    backbone = getattr(model, "model", model)
+    inner = transformers_model(getattr(backbone, "backbone", backbone))
     return Plan(
         **vars(predict(of_shape(batch_size, sequence_length))),
         batch_size=batch_size,
@@ -245,10 +248,27 @@ def _module_of(arguments: Any, model: nn.Module, loss: Any) -> nn.Module:
     if kind == "GRPOConfig":
         loss = loss or PolicyLoss("grpo", kl_weight=arguments.beta, temperature=arguments.temperature)
         return FusedPolicyModule(model, loss, reference="copy" if arguments.beta else None, compile=compile)
+    if arguments.label_smoothing_factor and loss is None:
+        return _Smoothed(model, arguments.label_smoothing_factor)
     if inner.config.is_encoder_decoder:
         return FusedSeq2SeqLMModule(model, loss, compile=compile)
     of_language = FusedMaskedLMModule if "MaskedLM" in type(inner).__name__ else FusedCausalLMModule
     return of_language(model, loss, compile=compile)
+
+
+class _Smoothed(nn.Module):
+    """Computes the loss of ``label_smoothing_factor`` as transformers' Trainer does: from logits, which Accelerate has
+    made float32."""
+
+    def __init__(self, model: nn.Module, factor: float) -> None:
+        super().__init__()
+        self.model, self.smoother = model, LabelSmoother(factor)
+
+    def forward(self, labels: Tensor, **inputs: Tensor) -> Tensor:
+        is_seq2seq = _transformers_model(self.model).config.is_encoder_decoder
+        logits = self.model(**inputs, **({"decoder_input_ids": labels} if is_seq2seq else {})).logits.float()
+        with torch.autocast(logits.device.type, enabled=False):
+            return self.smoother({"logits": logits}, labels, shift_labels=not is_seq2seq)
 
 
 @contextmanager

@@ -168,6 +168,15 @@ def test_batches_of_automatic_size_become_smaller_until_they_fit_and_give_the_sa
     assert found == pytest.approx(numbers(evaluated("lit_fused", folder, 1, tasks)), rel=1e-5)
 
 
+@pytest.mark.parametrize("model", ["hf", "lit_fused"])
+def test_an_empty_continuation_has_no_likelihood(folder: Path, model: str) -> None:
+    importlib.import_module("lit_fused.evaluation.harness")
+    registered = importlib.import_module("lm_eval.api.registry").get_model(model)
+    request = importlib.import_module("lm_eval.api.instance").Instance("loglikelihood", {}, ("w5 w6", ""), 0)
+    with pytest.raises(AssertionError):
+        registered(pretrained=str(folder / "model"), device="cpu").loglikelihood([request])
+
+
 def test_a_model_in_memory_is_evaluated_as_it_is(folder: Path) -> None:
     harness = importlib.import_module("lit_fused.evaluation.harness").FusedHFLM
     model = AutoModelForCausalLM.from_pretrained(folder / "model")

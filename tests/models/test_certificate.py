@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,7 @@ ADAPTED: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", ADAPTED)
 def test_adapters_are_measured_by_what_they_train(case, dtype):
     name, options = ADAPTED[case]
+    torch.manual_seed(0)
     model = get_peft_model(sharpen(tiny_model(name, dtype), 5.0), LoraConfig(task_type="CAUSAL_LM", **options))
     with torch.no_grad():
         for p in model.parameters():
@@ -205,6 +207,15 @@ def test_a_model_that_ranks_divide_has_its_formula_and_says_what_measures_it():
     assert "lit-fused --certify FOLDER" in certificate["not_measured"]
     assert not any("/" in name for name in certificate)
     assert f"not measured: {certificate['not_measured']}" in text_of(certificate)
+
+
+def test_a_copy_on_the_path_has_its_own_version_whatever_is_installed(tmp_path, monkeypatch):
+    metadata = tmp_path / "lit_fused-9.9.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: lit-fused\nVersion: 9.9\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert version("lit-fused") == "9.9"
+    assert lit_fused.certify(tiny_llama())["lit_fused"] == lit_fused.__version__ != "9.9"
 
 
 # The command, on a folder of a stranger

@@ -3,6 +3,7 @@
 import copy
 import math
 import warnings
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -192,6 +193,21 @@ def test_rounding_of_a_few_tokens_in_bfloat16_is_no_fault():
             LanguageModel(model, loss)(row)
             found.append(str(loss.report))
     assert all("within rounding" in report for report in found), [each for each in found if "within" not in each]
+
+
+def test_few_tokens_name_a_cause_only_if_chance_would_not():
+    found = []
+    for fault in [each for each in HELD_OUT if each.family == "phi" and each.cause != "mask"]:
+        model, batch = fault.make(fault)
+        rows = [(tokens, row) for tokens in (1, 2, 4, 8) for row in rows_of(batch, tokens)[:4]]
+        given: Any = [(tokens, (model, row)) for tokens, row in rows]
+        found += [(fault.cause, tokens, report_of(replace(fault, make=lambda _, m=made: m))) for tokens, made in given]
+    wrong = [each for each in found if each[2].cause not in (each[0], "none", "unknown")]
+    assert len(wrong) <= 0.05 * len(found), wrong
+    assert all(report.cause == cause for cause, tokens, report in found if cause == "temperature" and tokens == 8)
+    unknown = [str(report) for *_, report in found if report.cause == "unknown"]
+    assert unknown
+    assert all("too few" in report for report in unknown)
 
 
 def test_a_bias_that_is_added_before_the_head_rounds_is_part_of_the_head():

@@ -1,7 +1,5 @@
 """Frozen columns of a weight: made in tiles, never whole, and the numbers of the whole weight."""
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from vocabulary_ranks import shard_of
 from lit_fused.ops import TeacherHead, frozen_columns, linear_cross_entropy, linear_distillation, token_scores
 from lit_fused.ops.frozen_columns import FrozenColumns, whole_weight, with_frozen_columns
 
-ROOT = Path(__file__).parents[2]
 TOKENS, HIDDEN, VOCABULARY = 40, 24, 1000
 
 
@@ -114,33 +111,6 @@ def test_a_teachers_frozen_columns_give_the_numbers_of_its_whole_weight():
         for of_teacher in (whole_weight(weight), weight)
     ]
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=0)
-
-
-@pytest.mark.filterwarnings("ignore:.*bitsandbytes:UserWarning")
-@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-@pytest.mark.parametrize("double", [False, True])
-def test_the_pages_loss_of_a_layer_of_4_bits_with_lora_is_that_of_the_layer_dequantised(double, quant_type):
-    bitsandbytes = pytest.importorskip("bitsandbytes")
-    examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "adapters.md").read_text(), re.DOTALL)
-    names: dict[str, Any] = {"torch": torch}
-    exec(examples[-1], names)
-    layer = bitsandbytes.nn.Linear4bit(64, 1000, bias=False, compress_statistics=double, quant_type=quant_type)
-    layer.load_state_dict({"weight": drawn(1000, 64, seed=1, dtype=torch.float32)})
-    layer = layer.to("cpu")
-    inputs = [drawn(*shape, seed=2, dtype=torch.float32) / 4 for shape in ((4, 64), (8, 64), (1000, 8))]
-    hidden, down, up = (tensor.requires_grad_() for tensor in inputs)
-    targets = torch.tensor([3, 999, -100, 64])
-    whole = bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).double()
-    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    logits = wide[0] @ (whole + 2.0 * wide[2] @ wide[1]).T
-    expected = torch.nn.functional.cross_entropy(logits, targets)
-    with LargestTensor() as largest:
-        found = names["loss_of"](hidden, layer, targets, down, up, 2.0)
-        gradients = torch.autograd.grad(found, inputs)
-    assert largest.numbers < 1000 * 64 / 2, largest.shape
-    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
-    for ours, exact in zip(gradients, torch.autograd.grad(expected, wide), strict=True):
-        assert (ours - exact).norm() <= 1e-6 * exact.norm()
 
 
 @pytest.mark.parametrize("made", [False, True])

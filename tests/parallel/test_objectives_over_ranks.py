@@ -22,7 +22,7 @@ CASES = {
     "rloo": under("ddp fsdp2 context"),
     "ppo": under("ddp fsdp2 context"),
     "distilled": under("ddp fsdp2 tp context", pp=TEACHER, fsdp2_rows=WHOLE_HEAD),
-    "drafted": under("ddp fsdp2 tp", pp=TEACHER),
+    "drafted": under("ddp fsdp2 tp context", pp=TEACHER),
     "stored": under("ddp fsdp2 tp pp context fsdp2_rows"),
     "stored_hidden": under("ddp fsdp2 tp pp context"),
     "frozen": under("context"),

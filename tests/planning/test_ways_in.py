@@ -1,5 +1,6 @@
 """``lit_fused.plan`` of Lightning's trainer, of transformers' arguments and of TRL's: the numbers of ``mode=plan``."""
 
+import warnings
 from typing import Any
 
 import lightning as L
@@ -103,6 +104,21 @@ def test_checkpointing_of_the_arguments_is_planned_and_the_model_is_left_as_it_w
     assert kept[True] < kept[False] / 2
     assert not backbone.is_gradient_checkpointing
     assert all(p.is_meta for p in backbone.parameters())
+
+
+@pytest.mark.parametrize("kind", [TrainingArguments, SFTConfig])
+def test_label_smoothing_of_the_arguments_is_planned_with_the_logits_that_the_trainer_builds(kind):
+    def plan(factor: float) -> Any:
+        settings: Any = ARGUMENTS | {"label_smoothing_factor": factor}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # TRL's, that it is deprecated
+            return lit_fused.plan(kind(**settings), model(), sequence_length=TOKENS, packing="stream")
+
+    of_logits = 4 * ROWS * (TOKENS - 1) * CONFIG.vocab_size  # bytes, float32
+    smoothed, fused = plan(0.1).phases, plan(0.0).phases
+    more = {phase: smoothed[phase].total() - fused[phase].total() for phase in ("forward", "backward")}
+    assert 2 * of_logits < more["forward"] < 4 * of_logits
+    assert 2 * of_logits < more["backward"] < 6 * of_logits
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if "conf" not in path.rela
 ROOMS = {
     "ops": ("", "torch triton cut_cross_entropy liger_kernel"),  # alone, with relative imports: a folder of its own
     "filtered": ("ops", "torch triton"),
-    "heads": ("ops", "torch transformers numpy"),
+    "heads": ("ops", "torch transformers numpy bitsandbytes"),
     "losses": ("ops heads", "torch"),
     "objectives": ("ops heads losses", "torch"),
     "metrics": ("losses", "torch torchmetrics"),
@@ -69,7 +69,7 @@ def imports(path: Path) -> Iterator[str]:
             folder = path.relative_to(PACKAGE.parent).parts[: -node.level]
             assert folder[:2] == ("lit_fused", "ops"), f"{path}: an import relative to its folder, or out of ops"
             yield ".".join([*folder, *([node.module] if node.module else [])])
-        elif isinstance(node, ast.ImportFrom):
+        elif isinstance(node, ast.ImportFrom) and [alias.name for alias in node.names] != ["__version__"]:
             yield node.module or ""
         skipped = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         nodes += node.orelse if skipped and isinstance(node, ast.If) else ast.iter_child_nodes(node)

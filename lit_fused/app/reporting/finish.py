@@ -21,6 +21,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
+from lit_fused import __version__
 from lit_fused.app.command_line import command_line
 from lit_fused.app.reporting.page import write_run_page
 from lit_fused.app.run_folder import write_whole
@@ -28,8 +29,8 @@ from lit_fused.callbacks import ExportPretrained, PeakMemoryMonitor, SampleText,
 from lit_fused.callbacks.run_checkpoint import newest_checkpoint
 from lit_fused.training import FusedLMModule
 
-_PACKAGES = ("lit-fused", "torch", "lightning", "transformers", "triton", "cut-cross-entropy", "liger-kernel", "peft")
-_SHOWN = re.compile(r"train/loss$|(val|test)/(?!(z|entropy)$)|throughput/(tokens_per_sec|interactions_per_sec|mfu)$")
+_PACKAGES = ("torch", "lightning", "transformers", "triton", "cut-cross-entropy", "liger-kernel", "peft")
+_SHOWN = re.compile(r"train/loss$|(val|test)/(?!(z|entropy)$)|throughput/(tokens_per_sec|mfu)$")
 
 
 def write_summary(folder: str, metrics: Mapping[str, float], **more: Any) -> None:
@@ -50,7 +51,6 @@ def report(trainer: L.Trainer, module: FusedLMModule, cfg: DictConfig) -> dict[s
         if isinstance(callback, TokenThroughput):
             more["tokens"] = callback.tokens
             measured = {"tokens_per_sec": callback.mean or None, "mfu": callback.mean_mfu}
-            measured["interactions_per_sec"] = callback.mean_interactions
             metrics |= {f"throughput/{name}": value for name, value in measured.items() if value is not None}
         elif isinstance(callback, PeakMemoryMonitor) and callback.peaks:
             metrics |= {f"memory/{phase}_gib": peak for phase, peak in callback.peaks.items()}
@@ -66,9 +66,7 @@ def report(trainer: L.Trainer, module: FusedLMModule, cfg: DictConfig) -> dict[s
         write_summary(cfg.output_dir, metrics, **more)
         write_run_page(folder)
         console, table = Console(highlight=False), Table(title="Results", show_header=False)
-        hidden = {"throughput/tokens_per_sec"} if "throughput/interactions_per_sec" in metrics else set()
-        shown = [name for name in metrics if _SHOWN.match(name) and name not in hidden]
-        for name in sorted(shown, key=lambda name: name.startswith("throughput")):
+        for name in sorted(filter(_SHOWN.match, metrics), key=lambda name: name.startswith("throughput")):
             table.add_row(name, f"{metrics[name]:,.0f}" if metrics[name] >= 1000 else f"{metrics[name]:.4g}")
         console.print(table)
         places = {"exported model": exported, "report": folder / "report.html"}
@@ -84,7 +82,8 @@ def _environment(trainer: L.Trainer) -> dict[str, str]:
     """Return the command, versions, devices, and the commit of a git repository around the folder it was typed in."""
     hydra, device = HydraConfig.get(), trainer.strategy.root_device
     found = {"command": shlex.join([*command_line(), *hydra.overrides.task]), "python": platform.python_version()}
-    found |= {"system": platform.platform()} | {d.name: d.version for d in distributions() if d.name in _PACKAGES}
+    found |= {"system": platform.platform(), "lit-fused": __version__}
+    found |= {d.name: d.version for d in distributions() if d.name in _PACKAGES}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     found["devices"] = f"{trainer.world_size} x {name}"
     with suppress(OSError, subprocess.SubprocessError):
