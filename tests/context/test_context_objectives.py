@@ -6,7 +6,7 @@ from strategy_cases import assert_as_in_one_process
 CASES = (
     *("dpo_model", "dpo_stored", "dpo_packed", "orpo_none", "simpo_none", "kto_model"),
     *("policy", "policy_beside", "rloo", "ppo"),
-    *("distilled", "stored", "stored_hidden", "frozen", "weighted", "packed_llama", "packed_gpt_oss"),
+    *("distilled", "drafted", "stored", "stored_hidden", "frozen", "weighted", "packed_llama", "packed_gpt_oss"),
 )
 
 
