@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from head_cases import live_bytes
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_helpers import loader, quiet_trainer, ragged_batches
 from logits_changes import changed
@@ -88,6 +89,15 @@ def test_the_check_can_be_turned_off(tmp_path):
     trainer = quiet_trainer(tmp_path, max_steps=2)
     trainer.fit(module, loader(ragged_batches(2)))
     assert trainer.global_step == 2
+
+
+def test_the_check_makes_nothing_larger_than_the_weights_gradient():
+    backbone = tiny_llama()
+    backbone.resize_token_embeddings(2**17, mean_resizing=False)
+    model = prepared(backbone)
+    with live_bytes() as allocated:
+        model.spot_check({name: value[:1, :8] for name, value in tiny_batch().items()})
+    assert allocated.largest <= backbone.lm_head.weight.nbytes
 
 
 def test_a_wrong_backend_is_found():
