@@ -4,8 +4,9 @@
     python benchmarks/planned_trainers.py --compile auto --only checkpointing   # cases of this word, layers compiled
     python benchmarks/planned_trainers.py --tiny   # on a CPU, to try the script
 
-Each case is planned, then trained for three steps in the same process. Data are random tokens. Rows are full, for SFT
-and DPO every second one: they are planned with padding. GiB at the peak.
+Each case is planned, then trained for three steps in the same process. Data are random tokens. Rows are full; of SFT
+every second one is half as long, so that they are planned with padding, and with more labels than they have; texts of
+DPO are longer than a row, which is cut, and planned without padding. GiB at the peak.
 """
 
 import argparse
@@ -91,9 +92,9 @@ def case(
 ) -> dict[str, Any]:
     with torch.device("meta"):
         model = model_of()
-        plan = lit_fused.plan(
-            arguments, model if compile == "auto" else lit_fused.fuse(model, compile="none"), sequence_length=length
-        )
+        model = model if compile == "auto" else lit_fused.fuse(model, compile="none")
+        packing = "stream" if isinstance(arguments, DPOConfig) else None
+        plan = lit_fused.plan(arguments, model, sequence_length=length, packing=packing)
     planned = max(sum(sizes.values()) for sizes in plan.phases.values()) / GIB
     trainer = trainer_of(arguments, model_of(), length, compile)
     if device.type == "cuda":

@@ -41,6 +41,8 @@ SHAPES = {  # of benchmarks/linear_cross_entropy.py: N tokens, D hidden, V vocab
     "million, D=64": "8192, 64, 1000448",
     "million, D=128": "8192, 128, 1000000",
     "ten million": "4096, 128, 10000000",
+    "rollouts, D=1024": "32768, 1024, 151936",
+    "rollouts, D=2048": "32768, 2048, 151936",
 }
 
 
@@ -140,14 +142,16 @@ def head() -> str:
                 for name, of in ((name, by_name(rows)) for name, rows in tail_run["shapes"].items())
             ],
         ),
-        "## Beside TRL's head, on both inputs\n",
-        "One run for each kind of inputs; time and memory, then the errors of dh and dW.\n",
+        "## Beside the heads of others, on both inputs\n",
+        "One run for each kind of inputs; time and memory, then the errors of dh and dW. Liger's kernel in CuTe takes "
+        "N that 128 divides and V that 256 divides.\n",
         table(
-            ["N, D, V", "inputs", "chunked", "", "torch.compile", "cce", "", "TRL 1.16", ""],
+            ["N, D, V", "inputs", "chunked", "", "torch.compile", "cce", "", "TRL 1.16", "", "Liger, CuTe"],
             [
                 [
                     *(SHAPES[name], inputs, cost(of["chunked"]), errors(of["chunked"]), cost(of["torch_compile"])),
                     *(cost(of["cce"]), errors(of["cce"]), cost(of["trl"]), errors(of["trl"])),
+                    "" if of["liger, CuTe"]["note"] else cost(of["liger, CuTe"]),
                 ]
                 for inputs, run in peers.items()
                 for name, of in ((name, by_name(rows)) for name, rows in run["shapes"].items())
@@ -261,7 +265,7 @@ def run_time(seeds: dict[int, dict[str, Any]]) -> str:
 
 def token_scores() -> str:
     """Return the page of scores of tokens."""
-    found, bits = stored("token_scores"), stored("token_scores_invariant")
+    found, bits, policy = stored("token_scores"), stored("token_scores_invariant"), stored("policy_loss")
     rows = []
     for shape, heads in found["shapes"].items():
         for row in heads:
@@ -291,6 +295,22 @@ def token_scores() -> str:
                 for entropy in ("", ", entropy")
             ],
         ),
+        "## A policy's loss\n",
+        "Another run: GRPO's loss of rollouts, with entropies. *lit_fused* is `FusedPolicyModule`'s own loss with what "
+        "it logs; *trl*, *verl*, *liger, CuTe*, *compiled chunks* and *logits* are their scores under TRL's formula; "
+        f"*liger, GRPO* is `LigerFusedLinearGRPOLoss`. trl 1.16.0, verl {policy['machine']['verl']}.\n",
+        table(
+            ["N, D, V", "", "ms", "tokens/s", "forward, ms", "extra GiB", "errors"],
+            [
+                [
+                    *(SHAPES[shape] if row is heads[0] else "", row["provider"], number(row["ms"], ".1f")),
+                    *(number(row["tokens_per_sec"], ",d"), number(row.get("forward_ms"), ".1f")),
+                    *(number(row.get("extra_gib"), ".2f"), errors(row)),
+                ]
+                for shape, heads in policy["shapes"].items()
+                for row in heads
+            ],
+        ),
         commands=[
             'python benchmarks/token_scores.py --turns 2 --out docs/evidence/token_scores --providers "loss per token" '
             'token_scores "token_scores, entropy" "token_scores, entropy, 64 selected" "liger, CuTe" '
@@ -298,6 +318,7 @@ def token_scores() -> str:
             "python benchmarks/token_scores.py --turns 2 --out docs/evidence/token_scores_invariant --shapes "
             'llama3_8b gemma2_2b qwen3_0_6b qwen3_1_7b --providers token_scores "token_scores, invariant" '
             '"token_scores, entropy" "token_scores, entropy, invariant"',
+            "python benchmarks/policy_loss.py --turns 2 --out docs/evidence/policy_loss",
         ],
     )
 

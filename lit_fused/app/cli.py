@@ -8,10 +8,8 @@ import signal
 import sys
 import warnings
 from importlib.metadata import version
-from pathlib import Path
 
 import hydra
-from omegaconf import DictConfig
 
 from lit_fused import __version__
 from lit_fused.app.commands import run
@@ -21,8 +19,6 @@ from lit_fused.ops.user_error import printable
 
 _PACKAGED = "pkg://lit_fused.conf"
 _ANSWERED = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
-_OWN = "A file of your own is FOLDER/experiment/NAME.yaml, begins with the line # @package _global_, and is chosen by "
-_OWN += "--config-dir FOLDER experiment=NAME: docs/commands.md"
 _VERSIONS = ("torch", "lightning", "transformers")
 
 
@@ -36,30 +32,15 @@ def main(conf: str = _PACKAGED) -> None:
     if sys.argv[1:2] == ["--certify"]:
         _certify(sys.argv[2:])
         return
-    folder = Path(conf) if conf != _PACKAGED else Path(__file__).parents[1] / "conf"
-    for word in sys.argv[1:]:
-        if meant := _meant(word, folder):
-            sys.exit(f"{word}: there is no such choice. For a model or data of your own: {meant}")
     warnings.filterwarnings("ignore", message="The version_base parameter")  # of Hydra 1.4; 1.3 warns without it
-    composed: list[DictConfig] = []
-
-    def job(cfg: DictConfig) -> float | None:
-        composed.append(cfg)
-        return run(cfg)
-
     try:
         sys.argv[1:] = with_run(sys.argv[1:])
-        hydra.main(version_base="1.3", config_path=conf, config_name="train")(job)()
+        hydra.main(version_base="1.3", config_path=conf, config_name="train")(run)()
     except UserError as error:
         sys.exit(str(error))
     except KeyboardInterrupt:  # Within a job ``run`` has caught it. It ends here where others do the jobs.
         print("\nStopped by Ctrl-C", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
-    except SystemExit as ended:
-        has_own = any(word.lstrip("+").startswith(("experiment=", "--config")) for word in sys.argv)
-        if ended.code and has_own and not composed and not {"-m", "--multirun"}.intersection(sys.argv):
-            print(_OWN, file=sys.stderr)
-        raise
 
 
 def _certify(folders: list[str]) -> None:
@@ -79,13 +60,3 @@ def _certify(folders: list[str]) -> None:
         sys.exit(str(error))
     print(printable(text_of(certificate)))
     sys.exit("refused" in certificate)
-
-
-def _meant(word: str, conf: Path) -> str:
-    """Return the words that were meant where a model or data are given a name on the hub or a path; "" otherwise."""
-    group, _, value = word.partition("=")
-    if group not in ("model", "teacher", "data") or (conf / group / f"{value}.yaml").is_file():
-        return ""
-    if group == "data":
-        return f"data=text data.path={value} (or data=chat, ...)" if "." in value or "/" in value else ""
-    return f"{group}=pretrained {group}.path={value}" if "/" in value else ""

@@ -38,26 +38,17 @@ _WORDS = re.compile(r"""('[^']*'|"[^"]*"|[^\s{}\[\],:='"]+)(?=\s*([,}\]]|$))""")
 
 def with_run(words: Sequence[str]) -> list[str]:
     """Return a command line whose ``ckpt_path``, a file, its run's folder or ``last``, is that of a checkpoint, and
-    which has the run's overrides before its own. UserError if there is no such checkpoint, or several runs are meant.
-    """
+    which has the run's overrides before its own. UserError if there is no such checkpoint."""
     words, first = list(words), next((i for i, word in enumerate(words) if _is_override(word)), 0)
     place = next((i for i, word in enumerate(words) if re.match(r"\+*ckpt_path=(?!null$).", word)), None)
     if place is None:
         return words
     value = words[place].partition("=")[2]
-    # A name that is quoted, or of a file that is there, may have a comma; others are those of a sweep.
-    is_one = value[:1] in "'\"" or os.path.exists(value)
-    given = [value.strip("'\"")] if is_one else value.replace("\\", "").split(",")
-    found = [checkpoint_of(path) for path in given]
-    words[place] = ",".join(
-        shlex.split(resuming(path))[0].removeprefix("ckpt_path=" * bool(i)) for i, path in enumerate(found)
-    )
-    runs = {run_of(path) for path in found}
-    if len(runs) > 1:
-        raise UserError(f"ckpt_path={value} are of several runs; give those of one run at a time")
-    (run,) = runs
+    is_plain = value[:1] in "'\"" or os.path.exists(value)  # Hydra reads other names with backslashes.
+    found = checkpoint_of(value.strip("'\"") if is_plain else value.replace("\\", ""))
+    words[place], run = shlex.split(resuming(found))[0], run_of(found)
     if run is None:
-        print(f"No {RUN_FILE} of a run lies beside {found[0]}: the command line's configuration is used alone.")
+        print(f"No {RUN_FILE} of a run lies beside {found}: the command line's configuration is used alone.")
         return words
     return [*words[:first], *overrides_of(run, words), *words[first:]]
 

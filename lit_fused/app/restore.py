@@ -58,9 +58,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, config_dir: str | N
 def restored(cfg: DictConfig, checkpoint: Path) -> FusedLMModule:
     """Build the module of a run on the CPU, in evaluation mode, with a checkpoint's weights in their own dtype, or
     their average if the run kept one. Raises UserError for weights of another model."""
-    module = instantiate(cfg.module)(instantiate(cfg.model))
-    if not isinstance(module, FusedLMModule):
-        raise UserError(f"{type(module).__name__} is no FusedLMModule and cannot be restored")
+    module: FusedLMModule = instantiate(cfg.module)(instantiate(cfg.model))
     weights = read_weights(checkpoint)
     module.make_room(weights)
     entries = module.state_dict(keep_vars=True)

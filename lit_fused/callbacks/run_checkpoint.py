@@ -76,13 +76,11 @@ def _has_all_epochs(trainer: L.Trainer) -> bool:
 
 
 class ResumeHint(L.Callback):
-    """Prints, after Ctrl-C or an error in training, how to resume: ``command``, with this run's overrides unless they
-    lie beside the checkpoint. Where a resume itself fails, or memory is not enough, it prints nothing: the same command
-    would fail again."""
+    """Prints, after Ctrl-C or an error in training, how to resume by ``command``. Where a resume itself fails, it
+    prints nothing: the same command would fail again."""
 
-    def __init__(self, overrides: Sequence[str] = (), command: Sequence[str] = ("python", "train.py")) -> None:
-        self.command = list(command)
-        self.overrides = [override for override in overrides if not override.startswith("ckpt_path=")]
+    def __init__(self, command: Sequence[str] = ("python", "train.py")) -> None:
+        self.command = command
         self._has_run = False  # A batch or a validation of this fit has ended.
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -99,9 +97,7 @@ class ResumeHint(L.Callback):
         if trainer.ckpt_path and not self._has_run and isinstance(exception, Exception):  # no signal
             return
         last = newest_checkpoint(trainer)
-        is_enough = Path(last).absolute().parent.with_name("run.json").is_file()  # It has the overrides.
-        words = [*self.command, *([] if is_enough else self.overrides)]
-        resume = f". Resume with:\n  {shlex.join(words)} {resuming(last)}"
+        resume = f". Resume with:\n  {shlex.join(self.command)} {resuming(last)}"
         otherwise = "; no checkpoint was written yet, so start again."
         hint = f"Stopped at step {trainer.global_step}{resume if last else otherwise}"
         console_beside_bar(trainer).print(hint, soft_wrap=True, highlight=False, markup=False)  # one line, easy to copy

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import lightning as L
 import torch
@@ -12,7 +13,7 @@ from rich.text import Text
 
 from lit_fused.callbacks.training_progress import console_beside_bar
 from lit_fused.errors import UserError
-from lit_fused.models.generation import GenerateOptions, continue_text, encode_prompt, positions, room_after
+from lit_fused.models.generation import GenerateOptions, continue_text, encode_prompt, room_after
 from lit_fused.ops.user_error import printable
 from lit_fused.training import FusedLMModule
 
@@ -47,23 +48,20 @@ class SampleText(L.Callback):
         data = getattr(trainer, "datamodule", None)
         tokenizer = getattr(data, "tokenizer", None)
         assert isinstance(pl_module, FusedLMModule)
-        if tokenizer is None or not (trainer.is_global_zero or pl_module.is_sharded):
+        model: Any = pl_module.model.transformers_model
+        if tokenizer is None or not (trainer.is_global_zero or pl_module.is_sharded) or not hasattr(model, "generate"):
             return
         if self.prompt is not None:
-            model = pl_module.model.transformers_model
-            is_source = model is not None and bool(model.config.is_encoder_decoder)
+            is_source = bool(model.config.is_encoder_decoder)
             inputs = encode_prompt(self.prompt, tokenizer, self.options.chat, is_source=is_source)
         elif hasattr(data, "held_out_prompt"):
             inputs = data.held_out_prompt()  # type: ignore[union-attr]
         else:
             return
-        inputs, model = inputs.to(pl_module.device), pl_module.model.transformers_model
-        assert model is not None
-        if not hasattr(model, "generate"):  # It is a masked language model.
-            return
+        inputs = inputs.to(pl_module.device)
         room = room_after(model, inputs.shape[1])
         if room < 1:
-            rank_zero_warn(f"SampleText shows nothing: the prompt fills the model's {positions(model)} positions")
+            rank_zero_warn("SampleText shows nothing: the prompt fills the model's positions")
             return
         devices = [pl_module.device] if pl_module.device.type == "cuda" else []
         precision = trainer.precision_plugin.forward_context()
@@ -79,8 +77,7 @@ class SampleText(L.Callback):
             return
         prompt = tokenizer.decode(inputs[0], skip_special_tokens=True)
         self.samples[when] = prompt + ("\n\n" if model.config.is_encoder_decoder else "") + answer
-        shown = (printable(prompt), "bold"), printable(self.samples[when].removeprefix(prompt))
-        text = Text.assemble(*shown)
+        text = Text.assemble((printable(prompt), "bold"), printable(self.samples[when].removeprefix(prompt)))
         console_beside_bar(trainer).print(Panel(text, title=f"Sample {when}", title_align="left"))
         log_text(trainer.loggers, f"sample/{when}", self.samples[when], trainer.global_step)
 

@@ -1,7 +1,6 @@
 """Measure tokens per second and model FLOPs utilisation (MFU), over a rolling window and over all of training."""
 
 from collections import deque
-from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
@@ -12,15 +11,13 @@ from lit_fused.losses.loss import labels_of
 from lit_fused.models.flops import model_flops, peak_flops
 from lit_fused.parallel import placement_of
 from lit_fused.training.module import FusedLMModule
-from lit_fused.training.recommender_module import FusedRecommenderModule
 
 
 class TokenThroughput(L.Callback):
     """Logs, after each optimiser step, throughput/tokens_per_sec, over all ranks, and throughput/mfu, means of the last
     ``window_size``; and throughput/tokens and throughput/seconds, the positions trained on and the time that took, also
-    before the run was resumed. Validations do not count. A recommender's rows are mostly padding, so it also logs
-    throughput/interactions_per_sec, of the items that were learned. MFU is the achieved part of all devices' peak, if
-    model and devices are known (:mod:`lit_fused.models.flops`). The clock is not synchronised with a GPU.
+    before the run was resumed. Validations do not count. MFU is the achieved part of all devices' peak, if model and
+    devices are known (:mod:`lit_fused.models.flops`). The clock is not synchronised with a GPU.
 
     Attributes:
         mean, mean_mfu: since the end of this fit's first step, which compiles; 0 and None where they are not known.
@@ -30,8 +27,6 @@ class TokenThroughput(L.Callback):
     mean, tokens = 0.0, 0
     mean_mfu: float | None = None
     _began = 0.0  # seconds, of a clock that stands still during validations
-    # Seconds and interactions, at the ends of the same steps.
-    _learned: Sequence[tuple[float, torch.Tensor]] = ()
 
     def __init__(self, window_size: int = 5) -> None:
         self.window_size = window_size
@@ -53,7 +48,6 @@ class TokenThroughput(L.Callback):
         peak = peak_flops(trainer.strategy.root_device, str(trainer.precision)) if self._model_flops else None
         self._peak = peak and peak * trainer.world_size  # Tokens and operations are those of all ranks, too.
         self._step = trainer.global_step
-        self._learned = []
         # Seconds, tokens and operations at the end of the first step and of the last ones.
         self._first: tuple[float, int, int] | None = None
         self._last: deque[tuple[float, int, int]] = deque(maxlen=self.window_size + 1)
@@ -87,26 +81,10 @@ class TokenThroughput(L.Callback):
             logged["tokens_per_sec"], mfu = self._rates(self._last[0])
             logged |= {} if mfu is None else {"mfu": mfu}
         for name, value in logged.items():  # A number would wait for the device, to which it is copied.
-            shown = name in ("tokens_per_sec", "mfu") and not isinstance(pl_module, FusedRecommenderModule)
+            shown = name in ("tokens_per_sec", "mfu")
             pl_module.log(f"throughput/{name}", torch.tensor(float(value)), prog_bar=shown, rank_zero_only=True)
-        if isinstance(pl_module, FusedRecommenderModule) and pl_module.average.counted is not None:
-            known = [*self._learned, (self._last[-1][0], pl_module.average.counted)]
-            self._learned = [*known[:1], *known[1:][-self.window_size - 1 :]]
-            if len(known) > 1:
-                rate = _rate(known[-self.window_size - 1 :][0], known[-1])
-                # A bar reads at once, and would wait for a GPU.
-                pl_module.log("throughput/interactions_per_sec", rate, prog_bar=not rate.is_cuda, rank_zero_only=True)
-
-    @property
-    def mean_interactions(self) -> float | None:
-        """A recommender's interactions per second since the end of the first step; None where they are not known."""
-        return _rate(self._learned[0], self._learned[-1]).item() if len(self._learned) > 1 else None
 
     def _rates(self, begin: tuple[float, int, int]) -> tuple[float, float | None]:
         """Return the tokens per second and the MFU between the end of a step and that of the last one."""
         seconds, tokens, flops = (last - first for first, last in zip(begin, self._last[-1], strict=True))
         return tokens / seconds, flops / seconds / self._peak if self._peak else None
-
-
-def _rate(begin: tuple[float, torch.Tensor], end: tuple[float, torch.Tensor]) -> torch.Tensor:
-    return (end[1] - begin[1]) / (end[0] - begin[0])

@@ -16,7 +16,6 @@ _SHORT = {  # name and format of what is known best
     "val/loss": ("val loss", ".3f"),
     "val/ndcg_at_10": ("val NDCG@10", ".4f"),
     "throughput/tokens_per_sec": ("tokens/s", ",.0f"),
-    "throughput/interactions_per_sec": ("interactions/s", ",.0f"),
     "throughput/mfu": ("MFU", ".1%"),
     "memory/peak_allocated_gib": ("peak GiB", ".2f"),
 }

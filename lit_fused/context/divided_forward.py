@@ -11,7 +11,7 @@ from lit_fused.context.undivided_rows import check_undivided
 from lit_fused.context.whole_attention import attending
 from lit_fused.errors import UserError
 from lit_fused.losses.fused import token_losses
-from lit_fused.losses.loss import SHIFTED_OR_COUNTED, Batch, Head, labels_of
+from lit_fused.losses.loss import PREVIOUS, SHIFTED_OR_COUNTED, Batch, Head, labels_of
 from lit_fused.losses.standard import token_losses_of_logits
 from lit_fused.models.documents_apart import may_be_packed
 from lit_fused.models.language_model import OF_SOME_LOSSES, LanguageModel
@@ -84,7 +84,7 @@ class DividedForward:
             elif (
                 isinstance(value, Tensor)
                 and value.shape[:2] in ((rows, length), (1, length))
-                and (value.ndim == 2 or name == "inputs_embeds")
+                and (value.ndim == 2 or name in ("inputs_embeds", PREVIOUS))
             ):
                 found[name] = value if name == "attention_mask" else self.ranks.part(value)
             else:

@@ -38,7 +38,7 @@ EAGER = "lit_fused_context"  # a model's own eager attention, which transformers
 _wrappers: set[Any] = set()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class WholeMask:
     """The mask of whole rows, as an implementation takes it, in place of the mask of a part."""
 

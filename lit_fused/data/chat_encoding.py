@@ -20,18 +20,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from lit_fused.data.chat_template import CHATML, CHATML_TOKENS, TemplatedEncoding, with_chat_template
-from lit_fused.data.conversations import (
-    FORMS,
-    Message,
-    check_border,
-    column_of_messages,
-    read_conversation,
-    says,
-    weight_of,
-)
+from lit_fused.data.conversations import Message, check_border, read_conversation, says, weight_of
 from lit_fused.data.encoding import Encoded, LeftOut, as_mask, joined
 from lit_fused.data.tokenizer import MIN_VOCAB_SIZE
-from lit_fused.errors import UserError, check_switches
+from lit_fused.errors import check_switches
 
 Flags = npt.NDArray[np.bool_]  # of tokens, (n,)
 Span = tuple[int, int]  # of characters, the end exclusive
@@ -51,7 +43,7 @@ class ChatEncoding(TemplatedEncoding):
 
     Their tokens are those of ``tokenizer.apply_chat_template``. What the assistant says includes the token that ends
     its turn. Messages without anything to learn (empty answers) are context. What follows the last answer is left out.
-    UserError: the tokenizer has no chat template, or does not tell which characters a token holds.
+    UserError: the tokenizer has no chat template.
 
     Attributes:
         messages_column: The column of the messages where it has another name.
@@ -69,11 +61,6 @@ class ChatEncoding(TemplatedEncoding):
         super().__post_init__()
         check_switches({"train_on_prompt": bool}, {"train_on_prompt": self.train_on_prompt})
 
-    def form(self, columns: Sequence[str]) -> str:
-        """Return the name of the form that records with these columns have. UserError: they hold no conversations."""
-        column = column_of_messages(columns, self.messages_column)
-        return f"{FORMS.get(column, 'conversations')} in the column {column}"
-
     def training_texts(self, document: Mapping[str, Any]) -> list[str]:
         messages, _ = read_conversation(document, self.messages_column)
         return [message["content"] for message in messages if message["content"]]
@@ -86,11 +73,6 @@ class ChatEncoding(TemplatedEncoding):
 
     def prepare(self) -> None:
         tokenizer = with_chat_template(self.tokenizer, cast(str | None, self.chat_template))
-        if not tokenizer.is_fast:
-            raise UserError(
-                f"{type(tokenizer).__name__} does not tell which characters a token holds, without which the "
-                "assistant's tokens cannot be found; use a fast tokenizer"
-            )
         self._options = {**tokenizer.special_tokens_map, **(self.template_kwargs or {})}
         added = tokenizer.added_tokens_decoder
         self._added = np.array(sorted(added), dtype=np.int64)

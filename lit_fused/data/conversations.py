@@ -12,8 +12,7 @@ from lit_fused.errors import UserError, check_number
 
 Message = dict[str, Any]  # "role", "content" (a string), perhaps "tool_calls" and what else a template reads
 
-# The columns that are known to hold messages, and the name of their form.
-FORMS = {"messages": "OpenAI messages", "conversations": "ShareGPT conversations", "conversation": "conversations"}
+_COLUMNS = ("messages", "conversations", "conversation")  # that are known to hold messages
 # ShareGPT's names of the speakers.
 _ROLES = {"human": "user", "observation": "tool", "function_response": "tool"}
 _ROLES |= dict.fromkeys(("gpt", "chatgpt", "model", "bot", "function_call"), "assistant")
@@ -35,19 +34,13 @@ def check_border(
         )
 
 
-def column_of_messages(columns: Iterable[str], given: str | None = None) -> str:
-    """Return the column that holds the messages. UserError: there is none."""
-    columns = list(columns)
-    column = next((name for name in ([given] if given else FORMS) if name in columns), None)
-    if column is None:
-        hint = "data.messages_column to the one with the messages, or choose data=instruction for prompts with answers"
-        raise unknown_form(f"conversations (no column {given or ' or '.join(FORMS)})", columns, hint)
-    return column
-
-
 def read_conversation(record: Mapping[str, Any], column: str | None = None) -> tuple[list[Message], list[Any] | None]:
     """Return the messages and the tools (or None) of a record. Tools are a list, or JSON of one."""
-    column = column_of_messages(record, column)
+    known = [column] if column else _COLUMNS
+    column = next((name for name in known if name in record), None)
+    if column is None:
+        hint = "data.messages_column to the one with the messages, or choose data=instruction for prompts with answers"
+        raise unknown_form(f"conversations (no column {' or '.join(known)})", record, hint)
     messages = record[column]
     if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
         raise UserError(f'{column} must be a list of {{"role", "content"}}; got {str(messages)[:80]!r}')

@@ -1,6 +1,5 @@
 """Define how documents become tokens, and encode plain text."""
 
-from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -55,10 +54,6 @@ class Encoding:
     tokenizer: PreTrainedTokenizerBase
     block_size: int
     columns: Sequence[str] = ()
-
-    def form(self, columns: Sequence[str]) -> str:
-        """Return what form the records have, for a person; raise UserError if they have none that is known."""
-        return ""
 
     def training_texts(self, document: Any) -> Sequence[str]:
         """Return the texts of a document on which a tokenizer is trained."""
@@ -224,22 +219,7 @@ class TextEncoding(Encoding):
             self.prefix, self.suffix = framed[:middle], framed[middle + len(plain) :]
         else:
             self.suffix = [self.end_of_text("which every document ends with")]
-        words = ["These", " are", " words", " und", " \u00fcber"]
-        self._is_plain = False
-        alone = [ids.tolist() for ids in self._ids(words)]
-        self._is_plain = tokenizer.is_fast  # Some tokenizers do more than their backend, which alone is faster by 1.3.
-        self._is_plain = self._is_plain and [ids.tolist() for ids in self._ids(words)] == alone
-
-    def _ids(self, texts: Sequence[str]) -> "list[array[int]]":
-        if not self._is_plain:
-            encoded = self.tokenize(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
-            return [array("I", ids) for ids in encoded]
-        backend: Any = self.tokenizer.backend_tokenizer  # type: ignore[attr-defined]
-        backend.encode_special_tokens = True
-        backend.no_truncation()
-        backend.no_padding()
-        return [array("I", found.ids) for found in backend.encode_batch_fast(texts, False, False)]
 
     def __call__(self, documents: list[str]) -> list[Encoded]:
-        prefix, suffix = (np.array(tokens, np.uint32) for tokens in (self.prefix, self.suffix))
-        return [Encoded(np.concatenate([prefix, ids, suffix])) for ids in self._ids(documents)]
+        texts = self.tokenize(documents, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return [Encoded(np.array([*self.prefix, *ids, *self.suffix], np.uint32)) for ids in texts]

@@ -63,12 +63,6 @@ class InstructionEncoding(TemplatedEncoding):
     def _names(self) -> tuple[str, str]:
         return self.prompt or "prompt", self.completion or "completion"
 
-    def form(self, columns: Iterable[str]) -> str:
-        """Return the name of the form that records with these columns have. UserError: it is unknown."""
-        prompt, completion = self._of(columns)
-        name = "Alpaca's instructions" if prompt == _ALPACA_INPUT else "prompts and completions"
-        return f"{name} in the columns {', '.join([*_FIELD.findall(prompt), completion])}"
-
     def training_texts(self, document: Mapping[str, Any]) -> list[str]:
         return ["".join(part) for part in [self.prompt_and_completion(document)] if isinstance(part[0], str)]
 

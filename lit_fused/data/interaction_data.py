@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lit_fused.data.interactions import Interactions, ItemMap, Numbers, checksum_of, read_interactions, read_item_map
-from lit_fused.data.loader import BatchDataModule, BatchLoader, counted, pad_right
-from lit_fused.errors import UserError, check_choice, check_number, checked_options
+from lit_fused.data.loader import BatchDataModule, BatchLoader, pad_right
+from lit_fused.errors import UserError, check_choice, checked_options
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
 
@@ -55,11 +55,6 @@ class _Windows(Dataset[dict[str, Any]]):
         counts = self.ends - self.labels
         places = np.arange(counts.sum()) + np.repeat(self.ends - counts.cumsum(), counts)
         return float((first[numbers[places]] < np.repeat(self.labels, counts)).mean())
-
-    @property
-    def contents(self) -> str:
-        users, rows = counted(len(np.unique(self.users)), "user"), counted(len(self), "row")
-        return f"{users} in {rows} of at most {self.length} items"
 
     def __len__(self) -> int:
         return len(self.users)
@@ -127,9 +122,6 @@ class InteractionDataModule(BatchDataModule):
         folder: str | Path | None = None,
     ) -> None:
         super().__init__(batch_size, num_workers, seed)
-        check_number("data.test_fraction", test_fraction, "be between 0 and 1, exclusive", lambda x: 0 < x < 1)
-        words = "be above 0, and with data.test_fraction below 1"
-        check_number("data.val_fraction", val_fraction, words, lambda x: 0 < x < 1 - test_fraction)
         check_choice("data.split", split, ("leave_one_out", "time"))
         self.path, self.items, self.folder = Path(path), items, folder
         self.columns = user_column, item_column, timestamp_column, weight_column
@@ -209,11 +201,6 @@ class InteractionDataModule(BatchDataModule):
                     f"{share:.1%} of the {name} items are ones that their users had before, which rankings leave out: "
                     "they cannot be found; data.exclude_seen=false ranks them"
                 )
-        alone = int((ends - starts == 1).sum())
-        rank_zero_info(
-            f"{self.path.name}: {len(data.items):,} interactions of {len(starts):,} users with {data.num_items:,} items"
-            + f"; {alone:,} users have one interaction, from which nothing is learned" * bool(alone)
-        )
 
     def train_dataloader(self) -> BatchLoader:
         # A checkpoint whose items have other numbers has been refused by now, so that its run keeps its map.

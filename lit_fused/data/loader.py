@@ -32,11 +32,6 @@ SCORES = {"teacher_entries": -1, "teacher_log_probs": 0.0, "teacher_target_log_p
 _ROWS = "data.batch_size times devices"
 
 
-def counted(number: int, thing: str) -> str:
-    """Return "1 row" or "1,204 rows"."""
-    return f"{number:,} {thing}{'s' * (number != 1)}"
-
-
 def pad_right(samples: list[dict[str, Any]], pad_token_id: int = 0) -> dict[str, Tensor]:
     """Make a batch: numbers are stacked, and tensors (n, ...) padded to the longest of their name, labels with -100,
     scores as ``SCORES`` says, and others with 0."""
@@ -114,7 +109,6 @@ class BatchLoader:
         **order: Any,
     ) -> None:
         self.dataset = dataset
-        self.contents = getattr(dataset, "contents", counted(len(dataset), "row"))  # what there is, for a person
         self.batch_sampler = BatchOrder(len(dataset), batch_size, **order)
         self._position = position
         self._loader = DataLoader(

@@ -37,8 +37,6 @@ class MaskedRows(Rows):
         self.rows, self.seed, self.num_rows, self.share_of_tokens = rows, seed, len(rows), rows.share_of_tokens
         share = encoding.mask_probability
         self.probability = None if isinstance(share, str) or share is None else share  # None: that of diffusion
-        chosen = "a share drawn for each row is" if self.probability is None else f"{self.probability:.0%} are"
-        self.contents = f"{rows.contents}, of which {chosen} to be predicted"
         self._special = torch.tensor(tokenizer.all_special_ids)
         self._mask: Any = tokenizer.mask_token_id
         self._collator = DataCollatorForLanguageModeling(

@@ -7,7 +7,7 @@ set with a large weight is repeated, and a large one with a small weight goes on
 
 from collections.abc import Mapping
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
@@ -27,11 +27,9 @@ class MixedRows(Rows):
         self.num_rows = self.starts[-1]
         wanted = lengths if weights is None else np.array([float(weights[name]) for name in self.sets])
         self.counts = shares(self.num_rows, wanted)
-        counts = dict(zip(self.sets, self.counts, strict=True))
-        self.contents = "; ".join(f"{name}: {rows.contents}, {counts[name]:,} used" for name, rows in self.sets.items())
-        if all(part.share_of_tokens is not None for part in self.sets.values()):
-            used = sum(counts[name] * (part.share_of_tokens or 0) for name, part in self.sets.items())
-            self.share_of_tokens = used / self.num_rows
+        shares_of_tokens = [part.share_of_tokens for part in self.sets.values()]
+        if None not in shares_of_tokens:
+            self.share_of_tokens = float(np.average(cast(Any, shares_of_tokens), weights=self.counts))
 
     def draw(self, seed: int, epoch: int) -> Integers:
         """Return the order of an epoch, (rows,)."""

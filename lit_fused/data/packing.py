@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lit_fused.data.loader import counted, pad_right
+from lit_fused.data.loader import pad_right
 from lit_fused.data.tokens import Integers, Tokens
 from lit_fused.ops.label_checks import IGNORE_INDEX
 
@@ -73,14 +73,12 @@ class Rows(Dataset[dict[str, Tensor]]):
     """Samples of tokens, by their numbers.
 
     Attributes:
-        contents: How much of what there is, for a person.
         share_of_tokens: Of all positions; None where it depends on which rows are in a batch.
         weight: A factor on the weights of the tokens' loss, which samples then have as "token_weights", float32; None:
             they have none.
     """
 
     num_rows: int
-    contents: str
     share_of_tokens: float | None = None
     weight: float | None = None
 
@@ -113,10 +111,6 @@ class Rows(Dataset[dict[str, Tensor]]):
         fills = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX, "token_weights": 0}
         return {name: F.pad(row[name], (0, self.block_size - len(row[name])), value=fills[name]) for name in row}
 
-    def _documents_in_rows(self, most: str = "") -> str:
-        documents = counted(self.store.num_documents, "document")
-        return f"{documents} in {counted(len(self), 'row')} of {most}{self.block_size} tokens"
-
 
 def _sample(tokens: Integers, labels: Integers) -> dict[str, Tensor]:
     return {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
@@ -129,7 +123,6 @@ class StreamBlocks(Rows):
         super().__init__(store, block_size, pad_token_id)
         self.num_rows = -(-store.num_tokens // block_size)
         self.share_of_tokens = store.num_tokens / (max(self.num_rows, 1) * block_size)
-        self.contents = self._documents_in_rows()
 
     def _row(self, index: int) -> dict[str, Tensor]:
         start = index * self.block_size
@@ -145,7 +138,6 @@ class SingleDocuments(Rows):
         super().__init__(store, block_size, pad_token_id)
         self.starts, self.lengths = cut_documents(store.ends, block_size)
         self.num_rows = len(self.starts)
-        self.contents = self._documents_in_rows("at most ")
 
     def _row(self, index: int) -> dict[str, Tensor]:
         """Return a piece, whose first token is no target."""
@@ -164,7 +156,6 @@ class DocumentBlocks(SingleDocuments):
         self.order, self.ends = best_fit(self.lengths, block_size)
         self.num_rows = len(self.ends)
         self.share_of_tokens = int(self.lengths.sum()) / (self.num_rows * block_size)
-        self.contents = self._documents_in_rows()
 
     def _row(self, index: int) -> dict[str, Tensor]:
         pieces = [*map(super()._row, self.order[self.ends[index - 1] if index else 0 : self.ends[index]])]
@@ -180,7 +171,7 @@ class PairRows(Rows):
 
     def __init__(self, store: Tokens, block_size: int, pad_token_id: int) -> None:
         super().__init__(store, block_size, pad_token_id)
-        self.num_rows, self.contents = store.num_documents, counted(store.num_documents, "pair")
+        self.num_rows = store.num_documents
 
     def _row(self, index: int) -> dict[str, Tensor]:
         end = int(self.store.ends[index])

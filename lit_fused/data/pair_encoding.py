@@ -4,7 +4,7 @@ A pair is one stored document: the first wanted token is the border, at which
 :class:`lit_fused.data.packing.PairRows` divides it again.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,19 +33,13 @@ class PairEncoding(RecordEncoding):
     source_column: str = "source"
     target_column: str = "target"
 
-    def form(self, columns: Iterable[str]) -> str:
-        """Return the name of the form that records with these columns have. UserError: they hold no pairs."""
-        names = self.source_column, self.target_column
-        if missing := [name for name in names if name not in columns]:
-            raise unknown_form(
-                f"column {' and no '.join(missing)}", columns, "data.source_column and data.target_column"
-            )
-        return f"sources and targets in the columns {', '.join(names)}"
-
     def training_texts(self, document: Mapping[str, Any]) -> list[str]:
-        """Return the source and the target."""
-        self.form(document)
-        texts = [document[name] for name in (self.source_column, self.target_column)]
+        """Return the source and the target. UserError: it has them not."""
+        names = self.source_column, self.target_column
+        if missing := [name for name in names if name not in document]:
+            options = "data.source_column and data.target_column"
+            raise unknown_form(f"column {' and no '.join(missing)}", document, options)
+        texts = [document[name] for name in names]
         if not all(isinstance(text, str) for text in texts):
             raise UserError(f"source and target must be texts; got {str(texts)[:80]}")
         return texts

@@ -66,10 +66,6 @@ class PreferenceEncoding(InstructionEncoding):
             raise LeftOut(f"both answers are the same within data.block_size={self.block_size} tokens")
         return joined(sides, tuple(dict.fromkeys(note for side in sides for note in side.notes)))
 
-    def form(self, columns: Iterable[str]) -> str:
-        what = "pairs of answers" if len(names := self._answers(columns)) == 2 else "single answers"
-        return f"preferences, {what} in the columns {', '.join(names)}"
-
     def training_texts(self, document: Mapping[str, Any]) -> list[str]:
         prompt, answers = self.prompt_and_answers(document)
         if isinstance(prompt, str):

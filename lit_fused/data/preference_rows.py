@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_fused.data.loader import Collate, counted
+from lit_fused.data.loader import Collate
 from lit_fused.data.packing import DocumentBlocks, PairRows, Rows, SingleDocuments, StreamBlocks, pad_documents
 from lit_fused.data.tokens import Integers, Tokens
 from lit_fused.ops.label_checks import IGNORE_INDEX
@@ -28,7 +28,6 @@ class PreferenceRows(Rows):
     def __init__(self, store: Tokens, block_size: int, pad_token_id: int) -> None:
         super().__init__(store, block_size, pad_token_id)
         self.num_rows = store.num_documents // 2
-        self.contents = counted(self.num_rows, "preference")
         self._exists = store.num_wanted.reshape(-1, 2) > 0
         self.are_single = not self._exists.all(1).any()
 

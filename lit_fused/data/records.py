@@ -2,37 +2,28 @@
 
 Everything goes through the datasets library, which keeps what it has read as a memory-mapped Arrow table in its cache.
 A text file is read here, not by the library, which changes line ends and holds a whole file in memory: a file is one
-document, and a large one is several of about 4 MiB that end with a line. No code of a data set runs: the library has
-no loading scripts, and no reader of pickles is named below.
+document, and a large one is several of about four million characters that end with a line. No code of a data set runs:
+the library has no loading scripts, and no reader of pickles is named below.
 """
 
 import codecs
 import glob
-import os
+import io
 import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import fsspec
-from datasets import (
-    Dataset,
-    are_progress_bars_disabled,
-    concatenate_datasets,
-    disable_progress_bars,
-    enable_progress_bars,
-    load_dataset,
-    load_from_disk,
-)
-from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+from datasets import Dataset, concatenate_datasets, load_dataset, load_from_disk
+from datasets.exceptions import DatasetsError
 
 from lit_fused.errors import UserError
 
-DOCUMENT_BYTES = 2**22  # a larger text file is several documents
+DOCUMENT_SIZE = 2**22  # characters; a larger text file is several documents
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 _JSON = ("json", {"parse_agent_traces": False})  # The library would take some chats for logs of coding agents.
 _READERS = {
@@ -89,7 +80,7 @@ def load_records(
     encoding = codecs.lookup(encoding).name
     place: dict[str, Any] = {} if cache_dir is None else {"cache_dir": str(Path(cache_dir).expanduser())}
     local = _STDLIB if path is None else Path(path).expanduser().absolute()
-    with _explained(path), bars_in_a_terminal_alone():
+    try:
         if any((local / file).is_file() for file in ("state.json", "dataset_dict.json")):
             saved: Any = load_from_disk(str(local))
             parts = [saved if isinstance(saved, Dataset) else saved[split]]
@@ -102,6 +93,8 @@ def load_records(
             parts = [Dataset.from_generator(_streamed, gen_kwargs=stream, **place)]
         else:
             parts = [load_dataset(str(path), name, split=split, revision=revision, **place)]
+    except (DatasetsError, ConnectionError) as error:  # Its cause may name what a stranger's file has.
+        raise UserError(f"{path} cannot be read: {str(error.__cause__ or error).splitlines()[0]}") from error
     if columns is not None:
         there = sorted({column for part in parts for column in part.column_names})
         parts = [part.select_columns([c for c in columns if c in part.column_names]) for part in parts]
@@ -138,41 +131,12 @@ def _parts(local: Path, split: str, encoding: str, max_bytes: int | None, place:
     return parts
 
 
-@contextmanager
-def bars_in_a_terminal_alone() -> Iterator[None]:
-    """Keep the library's progress bars out of pipes and files."""
-    are_hidden = are_progress_bars_disabled()
-    if not sys.stderr.isatty():
-        disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not are_hidden:
-            enable_progress_bars()
-
-
-@contextmanager
-def _explained(path: str | Path | None) -> Iterator[None]:
-    try:
-        yield
-    except DatasetGenerationError as error:  # It says only that there was one.
-        raise UserError(f"{path} cannot be read: {str(error.__cause__ or error).splitlines()[0]}") from error
-    except (DatasetNotFoundError, ConnectionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"there is no file or folder {path}, and no data set of this name: {reason}") from error
-
-
 def find_files(root: Path, suffixes: tuple[str, ...], skipped: frozenset[str] = frozenset()) -> list[Path]:
     """Return the files below ``root`` that end in one of ``suffixes``, sorted, without hidden files and folders. Links
-    are followed, and a folder to which several paths lead is read once."""
-    files: list[Path] = []
-    seen: set[str] = set()
-    for folder, subfolders, names in os.walk(root, followlinks=True):
-        is_new, seen = os.path.realpath(folder) not in seen, seen | {os.path.realpath(folder)}
-        subfolders[:] = sorted(s for s in subfolders if is_new and s not in skipped and not s.startswith("."))
-        names = names if is_new else []
-        files += [Path(folder, name) for name in names if name.endswith(suffixes) and not name.startswith(".")]
-    return sorted(files)
+    are followed, and a file to which several paths lead is read once."""
+    names = glob.glob("**", root_dir=root, recursive=True)
+    found = [root / name for name in names if name.endswith(suffixes) and not skipped & {*Path(name).parts}]
+    return sorted({path.resolve(): path for path in sorted(found, reverse=True) if path.is_file()}.values())
 
 
 def _of_split(files: list[Path], root: Path, split: str) -> list[Path]:
@@ -197,39 +161,27 @@ def _texts(files: list[Path], max_bytes: int | None, encoding: str, place: dict[
         if left > 0:
             named.append((str(file), size, changed, left if size > left else None))
         left -= size
-    sizes = [min(size, DOCUMENT_BYTES) for _, size, *_ in named]
-    place = {**place, "writer_batch_size": max(1, min(1000, 4 * DOCUMENT_BYTES * len(sizes) // (sum(sizes) + 1)))}
+    sizes = [min(size, DOCUMENT_SIZE) for _, size, *_ in named]
+    place = {**place, "writer_batch_size": max(1, min(1000, 4 * DOCUMENT_SIZE * len(sizes) // (sum(sizes) + 1)))}
     return Dataset.from_generator(_documents, gen_kwargs={"files": named, "encoding": encoding}, **place)
 
 
 def _documents(files: list[tuple[str, int, int, int | None]], encoding: str) -> Iterator[dict[str, str]]:
     """Yield the documents of text files; of one that is cut, an incomplete last character is dropped."""
-    for name, _, _, most in files:
-        decoder = codecs.getincrementaldecoder(encoding)()
-        with fsspec.open(name, "rb", compression="infer") as stream:
-            for content, is_last in _pieces(stream, most):
-                try:
-                    yield {"text": decoder.decode(content, final=is_last and most is None)}
-                except UnicodeDecodeError as error:
-                    raise UserError(f"{name} is not {encoding} ({error}); set data.encoding to its own") from error
-
-
-def _pieces(stream: Any, most: int | None) -> Iterator[tuple[bytes, bool]]:
-    """Yield the bytes of a file in pieces, each with whether it is the last: the first line's end at or after each
-    multiple of ``DOCUMENT_BYTES`` ends a piece, or where there is none for so many bytes, the next multiple."""
-    position, content = 0, b""
-    while True:
-        wanted = DOCUMENT_BYTES - position % DOCUMENT_BYTES
-        following = stream.read(wanted)
-        if len(following) == wanted and not following.endswith(b"\n"):
-            following += stream.readline(DOCUMENT_BYTES)
-        following = following[: None if most is None else most - position]
-        if not following:
-            break
-        if content:
-            yield content, False
-        content, position = following, position + len(following)
-    yield content, True
+    for name, size, _, most in files:
+        opened: Any = fsspec.open(name, "rb", compression="infer")
+        with opened as stream:
+            if most is None:
+                content: Any = io.TextIOWrapper(stream, encoding, newline="")
+            else:
+                content = io.StringIO(codecs.getincrementaldecoder(encoding)().decode(stream.read(most)), newline="")
+            try:
+                while text := content.read(DOCUMENT_SIZE):
+                    yield {"text": text if text.endswith("\n") else text + content.readline(DOCUMENT_SIZE)}
+            except UnicodeDecodeError as error:
+                raise UserError(f"{name} is not {encoding} ({error}); set data.encoding to its own") from error
+        if not size:
+            yield {"text": ""}  # The library refuses data without a record.
 
 
 def _streamed(

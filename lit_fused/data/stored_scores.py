@@ -198,7 +198,6 @@ class ScoredRows(Rows):
     def __init__(self, rows: Rows, scores: StoredScores, start: int) -> None:
         self.rows, self.scores, self.start = rows, scores, start
         self.num_rows, self.share_of_tokens = len(rows), rows.share_of_tokens
-        self.contents = f"{rows.contents}, with the scores of {scores.header.model}"
 
     def _row(self, index: int) -> dict[str, Tensor]:
         row = self.rows[index]

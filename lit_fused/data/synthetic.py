@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lit_fused.data.loader import BatchDataModule, BatchLoader, counted
-from lit_fused.errors import check_number, checked_options
-from lit_fused.ops.label_checks import IGNORE_INDEX
+from lit_fused.data.loader import BatchDataModule, BatchLoader
+from lit_fused.errors import checked_options
 
 
 class SyntheticDataModule(BatchDataModule):
@@ -21,7 +20,6 @@ class SyntheticDataModule(BatchDataModule):
     Args:
         vocab_size: Tokens are drawn from ``[0, vocab_size)``.
         num_train_batches, num_val_batches: Of each split. Nothing is shuffled: every epoch has the same batches.
-        ignored_fraction: Each label is -100 with this probability, independently.
     """
 
     tokenizer = None
@@ -34,15 +32,13 @@ class SyntheticDataModule(BatchDataModule):
         batch_size: int,
         num_train_batches: int,
         num_val_batches: int,
-        ignored_fraction: float = 0.0,
         seed: int = 0,
     ) -> None:
         super().__init__(batch_size, seed=seed)
-        check_number("data.ignored_fraction", ignored_fraction, "be 0 or more and below 1", lambda x: 0 <= x < 1)
         self.vocab_size = vocab_size
         num_train, num_val = num_train_batches * batch_size, num_val_batches * batch_size
-        self._train = _RandomTokens(vocab_size, block_size, num_train, ignored_fraction, seed)
-        self._val = _RandomTokens(vocab_size, block_size, num_val, ignored_fraction, seed + num_train)
+        self._train = _RandomTokens(vocab_size, block_size, num_train, seed)
+        self._val = _RandomTokens(vocab_size, block_size, num_val, seed + num_train)
 
     def train_dataloader(self) -> BatchLoader:
         return self.training_batches(self._train, shuffle=False)
@@ -56,12 +52,7 @@ class _RandomTokens(Dataset[dict[str, Tensor]]):
     vocab_size: int
     block_size: int
     num_samples: int
-    ignored_fraction: float
     seed: int
-
-    @property
-    def contents(self) -> str:
-        return f"{counted(self.num_samples, 'row')} of {self.block_size} tokens"
 
     def __len__(self) -> int:
         return self.num_samples
@@ -69,5 +60,4 @@ class _RandomTokens(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(self.seed + index)
         input_ids = torch.randint(self.vocab_size, (self.block_size,), generator=generator)
-        ignored = torch.rand(self.block_size, generator=generator) < self.ignored_fraction
-        return {"input_ids": input_ids, "labels": input_ids.masked_fill(ignored, IGNORE_INDEX)}
+        return {"input_ids": input_ids, "labels": input_ids.clone()}

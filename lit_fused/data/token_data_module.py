@@ -1,12 +1,10 @@
 """Define the data module of everything that becomes tokens, and build it from one flat set of options."""
 
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -27,10 +25,10 @@ from lit_fused.data.split import choose_split
 from lit_fused.data.stored_scores import StoredScores
 from lit_fused.data.tokenized import contents_of, notes_of, tokenized, trained_tokenizer
 from lit_fused.data.tokenizer import load_tokenizer, vocab_size_of
-from lit_fused.data.tokens import Integers, TokenArrays, Tokens
+from lit_fused.data.tokens import TokenArrays, Tokens
 from lit_fused.errors import UserError, check_choice, check_number, check_whole, checked_options, did_you_mean
 
-_PROMPTS, _PROMPT_TOKENS = 64, 16  # held-out documents among which one is chosen, and the first tokens of a text
+_PROMPT_TOKENS = 16  # the first ones of a text
 
 
 @dataclass(frozen=True)
@@ -143,11 +141,9 @@ class TokenDataModule(BatchDataModule):
         self.packing: Packing = packing or packings[0]
         check_choice("data.packing", self.packing, packings)
         fraction = float(val_fraction) if val_source is None else 0.0
-        self.sets = [_Set(name, part, fraction) for name, part in _named("data.path", source).items()]
-        if weights is not None:
-            _check_weights(weights, [part.name for part in self.sets])
+        self.sets = [_Set(name, part, fraction) for name, part in _named(source).items()]
         if val_source is not None:
-            self.sets += [_Set(name, part, 1.0) for name, part in _named("data.val_path", val_source).items()]
+            self.sets += [_Set(name, part, 1.0) for name, part in _named(val_source).items()]
         if encoding is not None:
             check_whole("data.vocab_size", vocab_size, encoding.min_vocab_size)
         own = {part.name: getattr(part.source, "loss_weight", None) for part in self.sets if part.val_fraction < 1}
@@ -171,14 +167,6 @@ class TokenDataModule(BatchDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Open the prepared data. Lightning calls it in every process."""
-        for name, tokens in self.prepared.to_train_on.items():
-            is_used = self.weights is None or self.weights[name] > 0
-            if tokens.num_tokens < self.block_size and self.packing == "stream" and is_used:
-                raise UserError(
-                    f"the text{f' {name}' * bool(name)} is too short: its training split has {tokens.num_tokens} "
-                    f"tokens, but one block needs data.block_size={self.block_size}; set data.block_size="
-                    f"{tokens.num_tokens} or smaller, or give a longer text"
-                )
         if "\n  " in self.prepared.report:  # Some documents were cut or left out.
             rank_zero_info(self.prepared.report)
 
@@ -222,8 +210,6 @@ class TokenDataModule(BatchDataModule):
             source = part.source if isinstance(part.source, Dataset | Records) else Records(part.source)
             weight = self._weight_column(part)
             found = source.load(column, self.cache_dir, weight) if isinstance(source, Records) else source
-            if form := encoding.form(found.column_names):
-                rank_zero_info(f"data.path{f'.{part.name}' * bool(part.name)}: {form}")
             records[part] = found
             splits[part] = choose_split(contents_of(found, column), part.val_fraction)
         if tokenizer is None:
@@ -263,23 +249,19 @@ class TokenDataModule(BatchDataModule):
         return next((token for token in candidates if isinstance(token, int)), 0)
 
     def held_out_prompt(self) -> Tensor:
-        """Return a prompt from the held-out documents, (1, T) int64, T >= 1, at most half a block: what precedes a
-        first answer (the first user's turn, a pair's source), or the first tokens of a text."""
+        """Return a prompt from the first held-out document, (1, T) int64, T >= 1, at most half a block: what precedes
+        the first answer (the first user's turn, a pair's source), or the first tokens of a text."""
         held_out, most = self.prepared.val, max(1, self.block_size // 2)
-        prompts: list[Integers] = []
-        for start, end in pairwise([0, *held_out.ends[:_PROMPTS].tolist()]):
-            tokens, loss_mask = held_out.read(start, end)
-            before = 0 if loss_mask is None else int(loss_mask.argmax())
-            prompts.append(tokens[: before or max(1, min(_PROMPT_TOKENS, most, len(tokens) // 2))])
-        fitting = [prompt for prompt in prompts if len(prompt) <= most] or [min(prompts, key=len)[-most:]]
-        # A text of a few words says little; the first of the longest beginnings is shown.
-        return torch.from_numpy(fitting[0] if held_out.has_answers else max(fitting, key=len))[None]
+        tokens, loss_mask = held_out.read(0, int(held_out.ends[0]))
+        before = 0 if loss_mask is None else int(loss_mask.argmax())
+        prompt = tokens[:before][-most:] if before else tokens[: max(1, min(_PROMPT_TOKENS, most, len(tokens) // 2))]
+        return torch.from_numpy(prompt)[None]
 
     def train_dataloader(self) -> BatchLoader:
         parts = {name: self._rows("train", name, tokens) for name, tokens in self.prepared.to_train_on.items()}
         rows = self._masked(MixedRows(parts, self.weights) if len(parts) > 1 else next(iter(parts.values())))
         if (share := rows.share_of_tokens) is not None:
-            rank_zero_info(f"data.packing={self.packing}: {rows.contents}; {share:.2%} of all positions hold tokens")
+            rank_zero_info(f"data.packing={self.packing}: {share:.2%} of all positions hold tokens")
         return self.training_batches(rows, collate_of(self.packing, self.pad_token_id))
 
     def val_dataloader(self) -> Any:
@@ -317,21 +299,8 @@ def _set_name(side: str, name: str) -> str:
     return f"{side}/{name}" if name else side
 
 
-def _named(option: str, source: Sources) -> dict[str, Source]:
-    if not isinstance(source, Mapping):
-        return {"": source}
-    if wrong := next((name for name in source if not re.fullmatch(r"[\w-]+", str(name))), None):
-        raise UserError(f"{option} names a set {wrong!r}; its name is part of metrics' names: letters, digits, - and _")
-    return {str(name): part for name, part in source.items()}
-
-
-def _check_weights(weights: Mapping[str, float], names: list[str]) -> None:
-    given = dict(weights) if isinstance(weights, Mapping) else {}
-    if {*map(str, given)} != {*names} or min(given.values(), default=-1) < 0 or not sum(given.values()) > 0:
-        raise UserError(
-            f"data.weights must be numbers of 0 or more, one above 0, for the sets of data.path ({', '.join(names)}); "
-            f"got {weights}"
-        )
+def _named(source: Sources) -> dict[str, Source]:
+    return {str(name): part for name, part in source.items()} if isinstance(source, Mapping) else {"": source}
 
 
 def compose_data(

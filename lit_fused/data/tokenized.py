@@ -21,7 +21,6 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from lit_fused.atomic import written_whole
 from lit_fused.data.conversations import loss_weight
 from lit_fused.data.encoding import Encoded, Encoding, leave_out
-from lit_fused.data.records import bars_in_a_terminal_alone
 from lit_fused.data.split import Split
 from lit_fused.data.tokenizer import tokenizer_digest, vocab_size_of
 from lit_fused.errors import UserError
@@ -81,20 +80,19 @@ def tokenized(
     files = [file["filename"] for file in records.cache_files]
     options = type(encoder).__name__, asdict(cast(Any, encoder)), encoder.block_size
     key = files, len(records), options, tokenizer_digest(encoder.tokenizer), asdict(split), weight
-    with bars_in_a_terminal_alone():
-        return records.map(
-            encode,
-            with_indices=True,
-            batched=True,
-            batch_size=_batch_size(records),
-            input_columns=column if column is None or weight is None else [column, weight],
-            remove_columns=records.column_names,
-            features=encode.features,
-            num_proc=min(workers, len(records)) if workers > 1 else None,
-            # The library would hash the tokenizer with what its last call left in it.
-            new_fingerprint=_digest(*key) if files else None,
-            desc="encoding",
-        )
+    return records.map(
+        encode,
+        with_indices=True,
+        batched=True,
+        batch_size=_batch_size(records),
+        input_columns=column if column is None or weight is None else [column, weight],
+        remove_columns=records.column_names,
+        features=encode.features,
+        num_proc=min(workers, len(records)) if workers > 1 else None,
+        # The library would hash the tokenizer with what its last call left in it.
+        new_fingerprint=_digest(*key) if files else None,
+        desc="encoding",
+    )
 
 
 def _in_messages(weight: str, records: Dataset) -> bool:

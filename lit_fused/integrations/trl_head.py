@@ -41,7 +41,8 @@ def scored(hidden_states: Tensor, head: OutputHead, batch: Batch, aux_loss: Any,
         targets = check_integers(batch["shift_labels"])
     else:
         targets, hidden_states = labels_of(batch)[:, 1:], hidden_states[:, :-1]
-    hidden_states, weight, bias = head.operands(hidden_states)
+    reads_weight = settings["cast_lm_head_to_fp32"] or "mean_logits" in settings["outputs"]
+    hidden_states, weight, bias = head.operands(hidden_states, in_parts=not reads_weight)
     targets, precision = targets.to(hidden_states.device), nullcontext()
     if settings["cast_lm_head_to_fp32"]:
         hidden_states, weight = hidden_states.float(), weight.float()

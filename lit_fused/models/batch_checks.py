@@ -15,21 +15,6 @@ _OTHER_NAMES = {"loss_mask": "token_weights", "loss_weights": "token_weights"}  
 _TELLING_TOKENS = 8  # So many labels are not all next tokens, or all left as they were by a mask, by chance.
 
 
-def check_inputs_of(model: PreTrainedModel | None, batch: Batch) -> None:
-    """Raise UserError for token ids, on a CPU, that the model's embedding does not have, and for a mask of another
-    shape or that lets documents see each other. A backbone that is no transformers model (None) is not asked."""
-    ids, table = batch.get("input_ids"), getattr(model and model.get_input_embeddings(), "weight", None)
-    if isinstance(ids, Tensor) and isinstance(table, Tensor):  # Some models have a table for each codebook.
-        mask = batch.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape != ids.shape:
-            raise UserError(
-                f"attention_mask of shape {tuple(mask.shape)} does not fit input_ids of shape {tuple(ids.shape)}; make "
-                "both in the same place, the tokenizer or the collate function"
-            )
-        check_mask(batch)
-        check_entries(ids, len(table))
-
-
 def warn_of_unread(model: PreTrainedModel | None, batch: Batch, read: Iterable[str]) -> None:
     """Warn of an entry that neither a loss, which reads some, nor the model's forward has by name, and whose name is
     near to one that the batch lacks: transformers' models take any name without a word."""
@@ -48,15 +33,6 @@ def warn_of_zero_weights(weights: Tensor, targets: Tensor) -> None:
     counts = targets != IGNORE_INDEX
     if counts.any() and not weights[counts].any():
         warnings.warn("token_weights of a batch are all zero at its labels: nothing is learned from it", stacklevel=2)
-
-
-def check_entries(ids: Tensor, entries: int) -> None:
-    """Raise UserError for token ids, on a CPU, that an embedding of so many entries does not have."""
-    if ids.device.type == "cpu" and ids.numel() and (ids.min() < 0 or ids.max() >= entries):
-        raise UserError(
-            f"input_ids must lie in [0, {entries}), the entries of the model's embedding, got values from "
-            f"{ids.min().item()} to {ids.max().item()}; does the tokenizer have more entries than the model?"
-        )
 
 
 def check_mask(batch: Batch) -> None:

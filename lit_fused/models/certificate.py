@@ -9,6 +9,7 @@ N tokens, D hidden, V vocabulary.
 """
 
 import copy
+import math
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -38,7 +39,6 @@ from lit_fused.ops.reference import linear_cross_entropy_reference
 
 Certificate = dict[str, Any]  # of strings and numbers
 _ROWS = 4  # of eight tokens
-_PART = 2**20  # numbers of a gradient that are converted at once
 _MEASURED = {
     "loss": "loss",
     "hidden_states": "gradient of the hidden states",
@@ -226,10 +226,7 @@ def _in_float64(head: OutputHead, hidden_states: Tensor, targets: Tensor) -> tup
 
 def _relative(found: list[Tensor], truth: list[Tensor]) -> float:
     """Return the norm of the error of some tensors together, divided by that of the truth, if it is not zero."""
-    error = size = 0.0
-    for ours, exact in zip(found, truth, strict=True):
-        for part, of_truth in zip(ours.flatten().split(_PART), exact.flatten().split(_PART), strict=True):
-            error += (part.to("cpu", torch.float64) - of_truth).square_().sum().item()
-            size += of_truth.square().sum().item()
-    error, size = error**0.5, size**0.5
+    pairs = zip(found, truth, strict=True)
+    error = math.hypot(*(torch.dist(ours.to("cpu", torch.float64), exact).item() for ours, exact in pairs))
+    size = math.hypot(*(exact.norm().item() for exact in truth))
     return error / size if size else error

@@ -1,17 +1,15 @@
 """Generate text: choose the end and padding tokens, encode a prompt, decode its continuation."""
 
 import copy
-import math
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lit_fused.errors import UserError, check_number, check_switches, explained
+from lit_fused.errors import check_switches, explained
 from lit_fused.models.special_tokens import closing_tokens, one_of_each
 
 
@@ -36,9 +34,6 @@ def generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
         setattr(config, name, own if given is None or (own is not None and was_pretrained) else given)
     if config.pad_token_id is None and ends:
         config.pad_token_id = ends[0]
-    if not ends:
-        missing = "neither the tokenizer nor the model names a token that ends a text (eos_token)"
-        rank_zero_warn(f"{missing}: what is generated always has the greatest length")
     return config
 
 
@@ -64,10 +59,6 @@ class GenerateOptions:
 
     def __post_init__(self) -> None:
         check_switches({"chat": bool}, {"chat": self.chat})
-        check_number("max_new_tokens", self.max_new_tokens, "be positive", lambda x: x > 0, whole=True)
-        check_number("temperature", self.temperature, "be a number and not negative", lambda x: 0 <= x < math.inf)
-        if self.top_p is not None:
-            check_number("generate.top_p", self.top_p, "lie in (0, 1]", lambda x: 0 < x <= 1)
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -84,11 +75,6 @@ def encode_prompt(
     """Return the prompt's tokens, (1, T) int64 with T >= 1, without the end-of-text token that some tokenizers append:
     a model goes on with a prompt. Only the source of an encoder-decoder (``is_source``) is whole with it. With ``chat``
     the prompt is a user's message, or a list of messages."""
-    if chat and not tokenizer.chat_template:
-        raise UserError(
-            "a chat needs a tokenizer with a chat template, and this one has none; choose mode=generate without "
-            "chat=true, or give the model's folder a chat_template.jinja"
-        )
     if chat:
         message = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         with explained("the tokenizer's chat template refuses the prompt", "leave chat=true out, or mend it"):
@@ -100,18 +86,7 @@ def encode_prompt(
     if ids:
         return torch.tensor([one_of_each(ids, tokenizer)])
     first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    if first is None:
-        raise UserError("the prompt is empty and the tokenizer has no token to begin with (bos_token); give a prompt")
     return torch.tensor([[first]])
-
-
-def check_generates(model: PreTrainedModel | None) -> None:
-    """Raise UserError for a transformers model without ``generate``."""
-    if model is not None and not hasattr(model, "generate"):
-        raise UserError(
-            f"{type(model).__name__} does not generate text; a masked language model fills in masks: export it, and "
-            "call transformers.pipeline('fill-mask', FOLDER)"
-        )
 
 
 def room_after(model: PreTrainedModel, prompt: int) -> int:

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lit_fused.errors import UserError, check_number, checked_options
+from lit_fused.errors import checked_options
 
 MASK = -1  # an input that hides an item
 # The deviation of new rows of a table. AdamW moves an entry by about its rate in a step: rows of D ** -0.5 would keep
@@ -31,11 +31,6 @@ class _ItemEncoder(nn.Module):
         activation: str = "gelu",
     ) -> None:
         super().__init__()
-        check_number("dropout", dropout, "lie in [0, 1]", lambda x: 0 <= x <= 1)
-        if hidden_size % num_heads:
-            raise UserError(
-                f"model.hidden_size={hidden_size} must be a multiple of model.num_heads={num_heads}, which divide it"
-            )
         self.settings = {
             "hidden_size": hidden_size,
             "num_layers": num_layers,
@@ -67,12 +62,7 @@ class _ItemEncoder(nn.Module):
         return self.item_embedding
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Return hidden states (B, T, hidden_size) of items (B, T). Raise a UserError for more than max_length."""
-        length = input_ids.shape[1]
-        if length > self.max_length:
-            raise UserError(
-                f"a sequence of {length} items does not fit model.max_length={self.max_length}; give its last items"
-            )
+        """Return hidden states (B, T, hidden_size) of items (B, T), of which at most max_length are no padding."""
         is_masked = (input_ids == MASK) & self.is_bidirectional
         hidden = self.item_embedding(input_ids.masked_fill(is_masked, 0))  # It refuses other negative numbers.
         if self.mask_vector is not None:

@@ -39,7 +39,7 @@ from lit_fused.losses.own_losses import as_loss
 from lit_fused.losses.standard import token_losses_of_logits
 from lit_fused.models import documents_apart, documents_attention
 from lit_fused.models.batch_checks import (
-    check_inputs_of,
+    check_mask,
     refuse_shifted_twice,
     warn_of_unread,
     warn_of_zero_weights,
@@ -160,7 +160,8 @@ class LanguageModel(nn.Module):
     def look_at(self, batch: Batch) -> None:
         """Raise UserError for a batch with which something else would be learned without a word; warn of entries that
         nothing reads."""
-        check_inputs_of(self.transformers_model, batch)
+        if self.transformers_model is not None:
+            check_mask(batch)
         read = "labels", *SHIFTED_OR_COUNTED, *OF_SOME_LOSSES, *self.loss.inputs
         warn_of_unread(self.transformers_model, batch, read)
         weights = self.token_weights(batch) if WEIGHTS in self.loss.inputs else None

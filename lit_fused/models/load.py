@@ -182,18 +182,15 @@ def materialize(model: nn.Module, device: torch.device | str = "cpu", *, divided
         if divided:
             _receive(model, backbone, source, device)
         else:
-            _fill(backbone, {name: tensor.detach() for name, _, _, tensor in places_of(source.whole())}, device)
+            whole = {name: tensor.detach() for name, _, _, tensor in places_of(source.whole())}
+            # They leave ``whole``, and so memory, in turn.
+            _replace(backbone, lambda name, meta, whole=whole: whole.pop(name).to(device, meta.dtype))
     left = [name for name, _, _, tensor in places_of(model) if tensor.is_meta]
     if left:
         raise UserError(
             f"{left[0]} of {type(model).__name__} is on the meta device, and nothing says where its numbers come from; "
             "build the model with lit_fused.from_config or lit_fused.from_pretrained, or on a real device"
         )
-
-
-def _fill(backbone: nn.Module, whole: dict[str, Tensor], device: torch.device) -> None:
-    """Give ``backbone`` the tensors of the whole model by their names; they leave ``whole``, and so memory, in turn."""
-    _replace(backbone, lambda name, meta: whole.pop(name).to(device, meta.dtype))
 
 
 def _receive(model: nn.Module, backbone: nn.Module, source: _Source, device: torch.device) -> None:

@@ -29,7 +29,7 @@ class Recommendations(NamedTuple):
 
 
 class _ItemHead(nn.Module):
-    """The rows of a model's table that are items, and their biases, as an output layer. It owns no parameter."""
+    """The rows of a model's table that are items, as an output layer. It owns no parameter."""
 
     def __init__(self, model: "RecommenderModel") -> None:
         super().__init__()
@@ -57,12 +57,10 @@ class RecommenderModel(LanguageModel):
     ``recall_at_10`` and ``mrr`` over the whole catalogue.
 
     Args:
-        backbone: returns hidden states (B, T, D) of "input_ids". One with an attribute ``is_bidirectional`` that is
-            true gets masked items as -1.
+        backbone: returns hidden states (B, T, D) of "input_ids", and by ``get_output_embeddings()`` the table
+            (items + 1, D), whose row 0 is the padding's. One with an attribute ``is_bidirectional`` that is true gets
+            masked items as -1.
         loss: a loss strategy.
-        item_embedding: the table (items + 1, D), row 0 of the padding; None for the backbone's
-            ``get_output_embeddings()``.
-        item_bias: also learn a bias per item; it begins with the backbone's ``carried_bias`` (V,), if it has one.
         popularity_correction: tau of ``logits + tau log q`` in training, with each item's share q of the interactions
             (logit adjustment, Menon et al., 2021, arXiv 2007.07314); 0 for none.
         mask_fraction: share of the items that a bidirectional backbone does not see in training.
@@ -73,33 +71,17 @@ class RecommenderModel(LanguageModel):
         self,
         backbone: nn.Module,
         loss: Loss | Callable[[Tensor, Tensor], Tensor],
-        item_embedding: nn.Embedding | None = None,
         *,
-        item_bias: bool = False,
         popularity_correction: float = 0.0,
         mask_fraction: float = 0.2,
         top_k: int = 10,
     ) -> None:
         super().__init__(backbone, loss)
-        carried = getattr(backbone, "carried_bias", None)
-        if carried is not None and not item_bias:
-            raise UserError(
-                "the exported recommender has a bias of each item; choose item_bias=True (module.item_bias=true)"
-            )
         check_number("mask_fraction", mask_fraction, "lie between 0 and 1", lambda x: 0 < x < 1)
         positive = "be a number of at least 0", lambda x: 0 <= x < math.inf
         check_number("popularity_correction", popularity_correction, *positive)
         check_number("top_k", top_k, "be a number of items of at least 1", lambda x: x > 0, whole=True)
-        table: Any = backbone.get_output_embeddings() if item_embedding is None else item_embedding  # type: ignore[operator]
-        if not isinstance(table, nn.Embedding):
-            raise UserError(
-                f"the table of items must be an nn.Embedding (items + 1, D), whose row 0 is the padding's, got a "
-                f"{type(table).__name__}; pass item_embedding"
-            )
-        if all(module is not table for module in backbone.modules()):
-            self.own_table = table
-        bias = torch.zeros(table.num_embeddings - 1) if carried is None else carried.clone()
-        self.item_bias = nn.Parameter(bias) if item_bias else None
+        table: Any = backbone.get_output_embeddings()  # type: ignore[operator]
         self.register_buffer("log_popularity", None, persistent=False)
         self.popularity_correction, self.mask_fraction, self.top_k = popularity_correction, mask_fraction, top_k
         self.shown: Tensor | None = None  # (V,) bool: items that an evaluation has recommended
@@ -112,11 +94,8 @@ class RecommenderModel(LanguageModel):
 
     @property
     def bias(self) -> Tensor | None:
-        """Return what is added to the scores, (V,): the correction of popularity only in training."""
-        correction = self.log_popularity if self.training else None
-        if correction is None or self.item_bias is None:
-            return self.item_bias if correction is None else correction
-        return self.item_bias + correction
+        """Return what is added to the scores in training, (V,): the correction of popularity."""
+        return self.log_popularity if self.training else None
 
     @property
     def num_items(self) -> int:
@@ -143,8 +122,6 @@ class RecommenderModel(LanguageModel):
         rows = torch.randn(more, weight.shape[1], dtype=weight.dtype, device=weight.device) * INITIAL_STD
         self.table.weight = nn.Parameter(torch.cat([weight.detach(), rows]), weight.requires_grad)
         self.table.num_embeddings = num_items + 1
-        if self.item_bias is not None:
-            self.item_bias = nn.Parameter(torch.cat([self.item_bias.detach(), self.item_bias.new_zeros(more)]))
 
     def correct_popularity(self, counts: Tensor) -> None:
         """Take the interactions (V,) of each item for the correction; an item without any counts as the least popular

@@ -112,8 +112,8 @@ class DistillationLoss(ScoredLoss):
         if self.teacher is not None:  # Its activations are free before the student has its own.
             with torch.no_grad():
                 teacher = self.teacher(batch)
-            states = teacher.hidden_states
-        if states is None and (self.drafts or self.hidden_weight):
+            states = model.whole_rows(teacher.hidden_states, batch) if self.drafts else None
+        elif states is None and (self.drafts or self.hidden_weight):
             raise UserError("the student needs hidden states of its teacher; give teacher=..., or score.hidden=true")
         inputs = batch if states is None or not self.drafts else {**batch, PREVIOUS: _of_tokens_before(states, batch)}
         hidden_states, head, aux_loss = model.hidden_states(inputs)

@@ -26,7 +26,7 @@ from lit_fused.losses.fused import token_losses
 from lit_fused.losses.loss import Batch, LossOutput, labels_of
 from lit_fused.metrics import sums_of
 from lit_fused.models import documents_apart
-from lit_fused.models.batch_checks import check_entries, check_mask
+from lit_fused.models.batch_checks import check_mask
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.ops.label_checks import IGNORE_INDEX, check_range
 from lit_fused.pipeline.division import DividedModel
@@ -242,7 +242,6 @@ class Pipeline:
             )
         if not isinstance(ids, Tensor) or ids.shape != labels.shape or not labels.numel():
             raise UserError("strategy=pp divides a batch by rows: expected input_ids and labels, integers (B, T)")
-        check_entries(ids, self.divided.embedding_rows)
         if ids.device.type == "cpu":
             check_range(labels, self.model.vocabulary)
 

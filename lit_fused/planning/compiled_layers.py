@@ -8,6 +8,7 @@ import copy
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
@@ -54,10 +55,8 @@ def layers_compiled(
                     call = thread.submit(kept_when_compiled, own, layer, dtype, hidden, rest, kwargs)
                     counted[kind] = call.result()
         sizes = counted[kind]
-        if sizes is None:
-            return own(layer, *args, **kwargs)
 
-        def run(hidden: Tensor) -> Tensor:
+        def run(hidden: Tensor) -> Any:
             return own(layer, hidden, *rest, **kwargs)
 
         def again(hidden: Tensor) -> Tensor:
@@ -65,6 +64,8 @@ def layers_compiled(
                 return run(hidden)
 
         def planned(hidden: Tensor) -> Any:
+            if sizes is None:
+                return run(hidden)
             # The layer is trained also where its input needs no gradient.
             return _CompiledLayer.apply(hidden, torch.empty(0, requires_grad=True), run, again, sizes)
 
@@ -144,13 +145,19 @@ def kept_when_compiled(
     ) -> Tensor:
         return _planned_attention(cast(query), cast(key), cast(value), attn_mask)[0]
 
+    def run(layer: nn.Module, hidden: Tensor, rest: Any, kwargs: Any) -> Any:
+        return own(layer, hidden, *rest, **kwargs)
+
+    # Dynamo compiles a function for a few sizes, and then no more: neither for the next plan nor for training. So each
+    # size has code of its own.
+    once = FunctionType(run.__code__.replace(), globals(), closure=run.__closure__)
     product = F.linear
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
         stack.enter_context(mock.patch.object(F, "linear", linear))
         stack.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
-        call = torch.compile(own, backend="aot_eager_decomp_partition", dynamic=False)
-        out = call(layer, hidden, *rest, **kwargs)
+        call = torch.compile(once, backend="aot_eager_decomp_partition", dynamic=False)
+        out = call(layer, hidden, rest, kwargs)
     return [storage.nbytes() for storage in saved.values()] if isinstance(out, Tensor) else None
 
 

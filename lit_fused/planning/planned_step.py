@@ -147,7 +147,7 @@ def predicted(module: nn.Module, options: PlanOptions, batch: Any) -> PlannedSte
         borrowed.enter_context(heads_of(gpu, ledger))
         if options.spread.row_parts > 1:
             borrowed.enter_context(rows_divided_by(options.spread.row_parts))
-        elif isinstance(module, FusedLMModule) and module._compile != "none":
+        if isinstance(module, FusedLMModule) and module._compile != "none":
             borrowed.enter_context(layers_compiled(trained, ledger, context))
         run = _Run(
             ledger, trained, frozen, lambda: _loss_of(module, apply_to_collection(batch, Tensor, _empty)), context

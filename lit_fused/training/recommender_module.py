@@ -43,12 +43,10 @@ class FusedRecommenderModule(FusedLMModule):
     def __init__(
         self,
         backbone: nn.Module,
-        item_embedding: nn.Embedding | None = None,
         loss: Loss | Callable[[Tensor, Tensor], Tensor] | None = None,
         optimizer: Optimizer | Callable[..., Optimizer] | None = None,
         scheduler: LRScheduler | Callable[..., LRScheduler] | None = None,
         *,
-        item_bias: bool = False,
         popularity_correction: float = 0.0,
         mask_fraction: float = 0.2,
         top_k: int = 10,
@@ -57,12 +55,11 @@ class FusedRecommenderModule(FusedLMModule):
         compile: str = "none",
     ) -> None:
         self._of_model = {
-            "item_bias": item_bias,
             "popularity_correction": popularity_correction,
             "mask_fraction": mask_fraction,
             "top_k": top_k,
         }
-        make: Any = partial(RecommenderModel, item_embedding=item_embedding, **self._of_model)
+        make: Any = partial(RecommenderModel, **self._of_model)
         self.language_model = make
         self.in_progress = ("loss", f"ndcg_at_{top_k}")
         options: dict[str, Any] = {"check_every_n_steps": check_every_n_steps, "compile": compile}
@@ -183,8 +180,5 @@ class FusedRecommenderModule(FusedLMModule):
 
 
 def pretrained_items(path: str | Path) -> nn.Module:
-    """Return the backbone in an exported folder, to train it on: its table grows to the items of the data, and biases
-    of items go to the module that trains it."""
-    module: Any = FusedRecommenderModule.from_folder(path)
-    module.backbone.carried_bias = None if module.model.item_bias is None else module.model.item_bias.detach()
-    return module.backbone.train()
+    """Return the backbone in an exported folder, to train it on: its table grows to the items of the data."""
+    return FusedRecommenderModule.from_folder(path).backbone.train()

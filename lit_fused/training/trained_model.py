@@ -21,7 +21,6 @@ from lit_fused.export.huggingface import outline, write_folder
 from lit_fused.heads import evaluation_mode, peft_model
 from lit_fused.models.certificate import Certificate, certificate_of
 from lit_fused.models.compilation import compile_backbone
-from lit_fused.models.generation import check_generates
 from lit_fused.models.hub import auto_class
 from lit_fused.models.language_model import LanguageModel
 from lit_fused.models.load import grow_vocabulary, is_deferred, materialize, origin_of
@@ -293,7 +292,6 @@ class TrainedModel(L.LightningModule):
         """Return what the backbone's own ``generate`` makes of (B, T) token ids, in evaluation mode: (B, T + new) of a
         causal model, (B, new) of an encoder-decoder; or of other inputs, by name."""
         self._refuse_unless_transformers("generate text")
-        check_generates(self.model.transformers_model)
         # Each new length would be compiled, and soon torch.compile would give up.
         eager = torch.compiler.set_stance("force_eager")
         with evaluation_mode(self.backbone), self.placement.generating(self.device), eager:

@@ -25,8 +25,6 @@ finally:
         (["--cfg", "job"], "_target_: lit_fused.FusedCausalLMModule"),
         (["--version"], "lit-fused .*, torch "),
         (["loss=ccee"], "Could not find 'loss/ccee'"),  # Hydra's sentence
-        (["model=Qwen/Qwen3-0.6B"], "model=pretrained model.path=Qwen/Qwen3-0.6B"),
-        (["data=my.txt"], "data=text data.path=my.txt"),
     ],
     ids=lambda value: "",
 )

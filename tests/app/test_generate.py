@@ -24,7 +24,7 @@ from lit_fused.app.commands.generating import generate
 from lit_fused.app.overrides import with_run
 from lit_fused.app.restore import tokenizer_of
 from lit_fused.callbacks import ExportPretrained, WeightAverage
-from lit_fused.models.generation import GenerateOptions, continuation, encode_prompt, generation_config
+from lit_fused.models.generation import continuation, encode_prompt, generation_config
 from lit_fused.parallel.checkpoint import read_weights
 
 PROMPT = "3 times 7 is"
@@ -78,7 +78,6 @@ def test_without_trained_weights_the_mode_refuses_in_one_sentence(run, tmp_path,
         ([], "mode=generate needs trained weights, and this model would have random ones"),
         ([f"ckpt_path={alone}"], "no folder above .*alone.ckpt is that of a run"),
         (["model=pretrained", f"model.path={tmp_path / 'bare'}"], "no tokenizer could be loaded from .*bare"),
-        ([f"ckpt_path={best}", "generate.chat=true"], "a chat needs a tokenizer with a chat template"),
         ([f"ckpt_path={best}", "generate.max_new_tokens=2000"], "more than the 1024 positions"),
     ):
         with pytest.raises(UserError, match=message) as refused:
@@ -217,8 +216,7 @@ def test_a_generation_config_has_the_tokenizers_ends_beside_those_that_a_pretrai
     assert generation_config(known, tokenizer).pad_token_id == 9
     tokenizer.eos_token = None
     known.generation_config = GenerationConfig()
-    with pytest.warns(UserWarning, match="neither the tokenizer nor the model names a token that ends a text"):
-        assert generation_config(known, tokenizer).eos_token_id is None
+    assert generation_config(known, tokenizer).eos_token_id is None
 
 
 def test_the_exported_folder_has_the_special_tokens_of_its_tokenizer(run):
@@ -233,16 +231,6 @@ def test_prompts():
     tokenizer.chat_template = "{% for m in messages %}w9 {{ m.content }} w10 {% endfor %}"
     assert encode_prompt("w4", tokenizer, chat=True).tolist() == [[9, 4, 10]]
     assert continuation(torch.tensor([4, 5, 6, 2]), 2, tokenizer) == " w6"
-    tokenizer.bos_token = tokenizer.eos_token = None
-    with pytest.raises(UserError, match="the prompt is empty"):
-        encode_prompt("", tokenizer, chat=False)
-    for options, message in (
-        ({"max_new_tokens": 0}, "must be positive"),
-        ({"temperature": -1.0}, "not negative"),
-        ({"top_p": 0.0}, r"must lie in \(0, 1\], got 0.0"),
-    ):
-        with pytest.raises(UserError, match=message):
-            GenerateOptions(**options)  # type: ignore[arg-type]
 
 
 def test_a_damaged_tokenizer_of_a_run_is_named(tmp_path):

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from commands import ROOT, SYNTHETIC, TINY_MODEL, Finished, command, environment, run_forked, summary, train
+from commands import ROOT, SYNTHETIC, TIMEOUT_S, TINY_MODEL, Finished, command, environment, run_forked, summary, train
 from hydra import compose, initialize_config_dir
 from torchrun import COMMAND
 
@@ -20,7 +20,6 @@ from lit_fused.app.run_folder import metric_rows
 
 JOB = [*SYNTHETIC, *TINY_MODEL, "callbacks=measure", "strategy=fsdp2", "trainer.devices=2", "trainer.accelerator=cpu"]
 STEPS = ["trainer.max_steps=3", "trainer.enable_checkpointing=false"]
-TIMEOUT_S = 150
 
 
 def numbers(folder: Path) -> dict[str, float]:

@@ -30,7 +30,7 @@ def test_an_error_and_a_report_of_data_show_a_strangers_names_as_escapes(tmp_pat
     for read in (
         lambda: load_records(written({ESCAPE: 1}), columns=["text"], cache_dir=tmp_path),
         lambda: read_interactions(written({ESCAPE: 1})),
-        lambda: ChatEncoding().form([ESCAPE]),
+        lambda: ChatEncoding().encoder(make_tokenizer("{{ 1 }}"), 9)([{ESCAPE: 1}]),
         lambda: ChatEncoding().encoder(make_tokenizer("{{ 1 }}"), 9)([{"messages": [{"role": ESCAPE, "content": 1}]}]),
     ):
         with pytest.raises(UserError) as refused:

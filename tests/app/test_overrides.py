@@ -108,12 +108,7 @@ def test_a_checkpoint_is_named_as_it_is_whatever_hydra_reads_in_its_name(name, t
     assert with_run(words[1:]) == words, "a process that Lightning starts has the quoted name"
 
 
-def test_several_checkpoints_are_of_one_run_and_one_without_a_run_stands_alone(tmp_path, capsys):
-    one, two = saved(tmp_path / "one", ["seed=5"]), saved(tmp_path / "two", ["seed=5"])
-    path = one.removeprefix("ckpt_path=")
-    assert with_run(["-m", f"{one},{path}"]) == ["-m", "seed=5", f"{one},{path}"]
-    with pytest.raises(UserError, match="are of several runs"):
-        with_run(["-m", f"{one},{two.removeprefix('ckpt_path=')}"])
+def test_a_checkpoint_without_a_run_stands_alone(tmp_path, capsys):
     (tmp_path / "alone.ckpt").touch()
     words = [f"ckpt_path={tmp_path / 'alone.ckpt'}"]
     assert with_run(words) == words

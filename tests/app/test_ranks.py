@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import SYNTHETIC, TINY_MODEL, command, environment, train_anew
+from commands import SYNTHETIC, TIMEOUT_S, TINY_MODEL, command, environment, train_anew
 
 from lit_fused.app import ranks
 from lit_fused.app.reporting.page import write_report
@@ -49,6 +49,7 @@ def wait_until(fact: Callable[[], bool], seconds: float = 20) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * TIMEOUT_S)
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_the_jobs_of_a_parallel_sweep_end_when_the_sweep_is_ended(how, tmp_path):
     sweep = ["-m", "hydra/launcher=parallel", "hydra.launcher.n_jobs=2", "seed=1,2,3", "hydra.sweep.dir=sweep"]
@@ -61,12 +62,12 @@ def test_the_jobs_of_a_parallel_sweep_end_when_the_sweep_is_ended(how, tmp_path)
         stderr=subprocess.DEVNULL,
     )
     try:
-        wait_until(lambda: len(list(tmp_path.glob("sweep/*/checkpoints/last.ckpt"))) == 2, 200)
+        wait_until(lambda: len(list(tmp_path.glob("sweep/*/checkpoints/last.ckpt"))) == 2, TIMEOUT_S)
         jobs = psutil.Process(process.pid).children(recursive=True)
         assert len(jobs) >= 2
     finally:
         process.send_signal(how)
-    gone, left = psutil.wait_procs(jobs, timeout=20)
+    gone, left = psutil.wait_procs(jobs, timeout=60)
     for job in left:
         job.kill()
     process.wait(20)

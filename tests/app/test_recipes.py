@@ -77,13 +77,6 @@ def test_the_files_of_the_page_work_as_they_stand(tmp_path):
     (tmp_path / "my_conf" / "experiment" / "wrong.yaml").write_text(experiment.split("\n", 1)[1].split("\n\n")[1])
     done = train(tmp_path, "--config-dir", "my_conf", "experiment=wrong", status=1)
     assert "its file needs the first line # @package _global_" in done.output
-    (tmp_path / "my_conf" / "experiment" / "wrong.yaml").write_text(experiment.split("\n", 1)[1])
-    for words in (["experiment=wrong"], ["--config-name", "my_conf/mine.yaml"], ["--config", "my_conf/mine.yaml"]):
-        done = train(tmp_path, "--config-dir", "my_conf", *words, status=None)
-        assert done.output.splitlines()[-1].startswith("A file of your own is FOLDER/experiment/NAME.yaml, begins with")
-    assert "A file of your own" not in train(tmp_path, "loss=cee", status=1).output
-    done = train(tmp_path, "--config-dir", "my_conf", "experiment=mine", "data.path=nowhere.txt", status=1)
-    assert "A file of your own" not in done.output, "it was composed"
 
 
 def test_a_pretrained_model_is_evaluated_by_command_and_one_with_random_weights_is_not(folder):

@@ -80,7 +80,7 @@ def test_a_run_is_fitted_tested_and_recommends_and_goes_on_with_a_catalogue_that
 def test_the_export_command_writes_a_recommender_with_its_items_as_its_run_did_also_without_the_data(tmp_path):
     pa_csv.write_csv(table(20), tmp_path / "x.csv")
     fit = ("module=recommender", "data=interactions", "data.batch_size=16", *COLUMNS, "data.path=x.csv")
-    train(tmp_path, *fit, *TINY, "trainer.max_steps=2", "module.item_bias=true", "hydra.run.dir=run")
+    train(tmp_path, *fit, *TINY, "trainer.max_steps=2", "hydra.run.dir=run")
     (tmp_path / "x.csv").unlink()
     found = export(tmp_path, "run/checkpoints/last.ckpt", "model")
     assert found.output == "wrote model\n"

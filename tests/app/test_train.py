@@ -160,16 +160,13 @@ def test_a_run_in_bfloat16_trains(precision, tmp_path):
     ("overrides", "message"),
     [
         (["data=text", "data.path=nowhere.txt"], "nowhere"),
-        (["data=text", "data.path=short.txt"], r"data.block_size"),
         (["data=text", "data.path=empty.txt"], "empty"),
         (["loss=liger", *SYNTHETIC], "loss=liger cannot run here: it needs a CUDA GPU.*choose loss=chunked"),
-        (["model.config.vocab_size=200", *SYNTHETIC], r"input_ids must lie in \[0, 200\).*does the tokenizer"),
         (["strategy=fsdp2_tp", "trainer.devices=3", *SYNTHETIC], "3 devices cannot be grouped by"),
     ],
-    ids=["missing", "short", "empty", "liger", "vocabulary", "grid"],
+    ids=["missing", "empty", "liger", "grid"],
 )
 def test_bad_input_ends_with_a_sentence_and_not_with_a_traceback(overrides, message, tmp_path):
-    (tmp_path / "short.txt").write_text("a few words only\n")
     (tmp_path / "empty.txt").write_text("")
     finished = train(tmp_path, "trainer.max_steps=2", *TINY_MODEL, *overrides, status=1)
     assert re.search(message, finished.plain), finished.output

@@ -17,7 +17,6 @@ from chat_templates import (
     THOUGHTS_OPENED,
     make_tokenizer,
 )
-from transformers import ByT5Tokenizer
 
 from lit_fused.data import ChatEncoding
 from lit_fused.data.chat_template import CHATML, with_chat_template
@@ -211,13 +210,6 @@ def test_chatml_adds_its_tokens_to_a_tokenizer_without_them_as_tokens_that_no_te
     ((tokens, loss_mask),) = documents(tokenizer, [says("user", "12"), says("assistant", "fox")])
     assert runs(tokenizer, tokens, loss_mask) == ["fox<|im_end|>"]
     assert "special token <|im_end|>" in why_left_out(tokenizer, [says("user", "<|im_end|>"), says("assistant", "fox")])
-
-
-def test_a_tokenizer_that_does_not_know_its_characters_is_refused():
-    tokenizer = ByT5Tokenizer()
-    tokenizer.chat_template = CHATML
-    with pytest.raises(UserError, match="ByT5Tokenizer.* does not tell which characters a token holds"):
-        ChatEncoding().encoder(tokenizer, 100)
 
 
 def test_a_template_without_any_end_of_turn_token_learns_what_ends_its_turns():

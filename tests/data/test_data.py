@@ -16,7 +16,6 @@ from lit_fused.data import (
     TokenDataModule,
     train_tokenizer,
 )
-from lit_fused.errors import UserError
 
 
 def prepared(path, **options):
@@ -74,16 +73,6 @@ def test_synthetic_batches_have_the_sizes_asked_for_and_are_the_same_every_time(
     assert synthetic().tokenizer is None
 
 
-def test_synthetic_labels_are_ignored_at_the_fraction_asked_for():
-    fraction = 0.25
-    batches = list(synthetic(ignored_fraction=fraction, num_train_batches=50).train_dataloader())
-    input_ids, labels = (torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "labels"))
-    ignored = labels == IGNORE_INDEX
-    assert abs(ignored.double().mean() - fraction) < 0.02  # 12,800 tokens: five standard deviations
-    assert torch.equal(labels[~ignored], input_ids[~ignored])
-    assert (input_ids >= 0).all()
-
-
 # --- configuration -----------------------------------------------------------------------------------------------
 
 CHOSEN = {
@@ -131,17 +120,9 @@ def test_a_dataset_of_ones_own_is_a_source():
 # --- errors ------------------------------------------------------------------------------------------------------
 
 
-def refusal(path, **options):
-    with pytest.raises(UserError) as error:
-        prepared(path, **options)
-    return str(error.value)
-
-
-def test_a_text_shorter_than_a_block_says_how_long_it_is_and_the_size_it_suggests_works(tmp_path):
+def test_a_text_shorter_than_a_block_is_one_padded_row(tmp_path):
     (tmp_path / "a.txt").write_text("0123456789")
-    message = refusal(tmp_path / "a.txt", block_size=256)
-    assert "its training split has 10 tokens, but one block needs data.block_size=256" in message
-    assert "set data.block_size=10 or smaller" in message
-    datamodule = prepared(tmp_path / "a.txt", block_size=10)
-    [train], [val] = datamodule.train_dataloader(), datamodule.val_dataloader()
-    assert ((train["labels"] != IGNORE_INDEX).sum(), (val["labels"] != IGNORE_INDEX).sum()) == (10, 2)
+    for block_size in (10, 256):
+        datamodule = prepared(tmp_path / "a.txt", block_size=block_size)
+        [train], [val] = datamodule.train_dataloader(), datamodule.val_dataloader()
+        assert ((train["labels"] != IGNORE_INDEX).sum(), (val["labels"] != IGNORE_INDEX).sum()) == (10, 2)

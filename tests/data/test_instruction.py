@@ -53,7 +53,6 @@ def test_a_sentencepiece_tokenizer_puts_no_space_where_there_is_none():
 def test_alpaca_records_with_and_without_input():
     tokenizer = make_tokenizer()
     record = {"instruction": "Add.", "input": "12 + 30", "output": "42", "text": "of no use"}
-    assert InstructionEncoding().form([*record]) == "Alpaca's instructions in the columns instruction, input, output"
     text = str(tokenizer.decode(encode(tokenizer, record).tokens))
     assert text.startswith("Below is an instruction that describes a task, paired with an input")
     assert text.endswith("### Instruction:\nAdd.\n\n### Input:\n12 + 30\n\n### Response:\n42</s>")

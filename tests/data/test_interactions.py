@@ -193,7 +193,6 @@ def test_bad_files_are_sentences(tmp_path):
     (tmp_path / "blank.csv").write_text("user,item,timestamp\n1,a,1\n1,,2\n")
     with pytest.raises(UserError, match="1 of 2 rows have no item"):
         InteractionDataModule(tmp_path / "blank.csv").setup()
-    fails("data.val_fraction must be above 0, and with .* below 1", [(1, 2, 3)], val_fraction=0.6, test_fraction=0.6)
     weighted = "user item timestamp w"
     fails("1 rows have a w that is negative", [(1, 2, 3, -1.0)], weighted, weight_column="w")
     fails("has nothing for data.split=leave_one_out to train on", [(1, 2, 3), (2, 2, 3)])

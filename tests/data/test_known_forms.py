@@ -36,16 +36,14 @@ def called(name: str, kind: str, arguments: str) -> list[dict[str, Any]]:
 CHATML: Any = {"chat_template": "chatml"}
 *WEATHER, WEATHER_TOOL = called("weather", "city", '{"city": "Oslo"}')
 *NEWS, NEWS_TOOL = called("news", "days", '{"days": 2}')
-FORMS: dict[str, tuple[Any, str, list[dict[str, Any]], list[str]]] = {
+FORMS: dict[str, tuple[Any, list[dict[str, Any]], list[str]]] = {
     "OpenAI": (
         ChatEncoding(**CHATML),
-        "OpenAI messages in the column messages",
         [{"messages": [user("add"), assistant("3")]}, {"messages": [{**user("add"), "name": "me"}, assistant("4")]}],
         ["3<|im_end|>", "4<|im_end|>"],
     ),
     "OpenAI tools": (
         ChatEncoding(**CHATML),
-        "OpenAI messages in the column messages",
         [
             {"messages": WEATHER, "tools": [WEATHER_TOOL]},
             {"messages": NEWS, "tools": [NEWS_TOOL]},
@@ -59,37 +57,31 @@ FORMS: dict[str, tuple[Any, str, list[dict[str, Any]], list[str]]] = {
     ),
     "ShareGPT": (
         ChatEncoding(**CHATML),
-        "ShareGPT conversations in the column conversations",
         [{"id": "1", "conversations": [{"from": "human", "value": "add"}, {"from": "gpt", "value": "3"}]}],
         ["3<|im_end|>"],
     ),
     "Alpaca": (
         InstructionEncoding(),
-        "Alpaca's instructions in the columns instruction, input, output",
         [{"instruction": "add", "input": "", "output": "3"}, {"instruction": "add", "input": "1", "output": "4"}],
         ["3</s>", "4</s>"],
     ),
     "prompts": (
         InstructionEncoding(),
-        "prompts and completions in the columns prompt, completion",
         [{"prompt": "add", "completion": "3"}],
         ["3</s>"],
     ),
     "prompts of messages": (
         InstructionEncoding(**CHATML),
-        "prompts and completions in the columns prompt, completion",
         [{"prompt": [user("add")], "completion": [assistant("3")]}],
         ["3<|im_end|>"],
     ),
     "preferences": (
         PreferenceEncoding(),
-        "preferences, pairs of answers in the columns chosen, rejected",
         [{"prompt": "add", "chosen": "3", "rejected": "4"}],
         ["3</s>4</s>"],
     ),
     "UltraFeedback": (
         PreferenceEncoding(**CHATML),
-        "preferences, pairs of answers in the columns chosen, rejected",
         [
             {
                 "prompt": "add",
@@ -103,7 +95,6 @@ FORMS: dict[str, tuple[Any, str, list[dict[str, Any]], list[str]]] = {
     ),
     "single answers": (
         PreferenceEncoding(),
-        "preferences, single answers in the columns completion",
         [{"prompt": "add", "completion": "3", "label": True}],
         ["3</s>"],
     ),
@@ -112,18 +103,16 @@ FORMS: dict[str, tuple[Any, str, list[dict[str, Any]], list[str]]] = {
 
 @pytest.mark.parametrize("kind", ["json", "jsonl", "parquet"])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_file_of_a_known_form_is_named_and_its_answers_are_learned(form, kind, tmp_path: Path):
-    encoding, name, records, answers = FORMS[form]
+def test_the_answers_of_a_file_of_a_known_form_are_learned(form, kind, tmp_path: Path):
+    encoding, records, answers = FORMS[form]
     path = tmp_path / f"data.{kind}"
     if kind == "parquet":
         Dataset.from_list(records).to_parquet(path)
     else:
         text = json.dumps(records) if kind == "json" else "".join(json.dumps(record) + "\n" for record in records)
         path.write_text(text)
-    found = load_records(path)
-    assert encoding.form(found.column_names) == name
     encoder = encoding.encoder(make_tokenizer(), 1000)
-    encoded = encoder(found.to_list())
+    encoded = encoder(load_records(path).to_list())
     assert [encoder.tokenizer.decode(one.tokens[one.loss_mask]) for one in encoded] == answers
 
 

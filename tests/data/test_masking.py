@@ -193,9 +193,6 @@ def test_the_command_trains_resumes_validates_and_exports_a_model_that_fills_in_
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "more" / "exported")
     fill: Any = pipeline("fill-mask", model, tokenizer=tokenizer)
     assert len(fill(f"walking{tokenizer.mask_token} under", top_k=3)) == 3
-    words = ("mode=generate", "ckpt_path=more/checkpoints/last.ckpt", "prompt=walking")
-    generated = train(tmp_path, *words, status=1)
-    assert "EuroBertForMaskedLM does not generate text; a masked language model fills in masks" in generated.plain
 
 
 def test_masked_data_for_a_module_that_fills_in_nothing_are_refused(tmp_path):

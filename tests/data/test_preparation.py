@@ -192,7 +192,6 @@ def test_tokens_are_read_where_they_lie_and_split_at_the_nearest_end_of_a_docume
         ("a.bin", np.arange(100, dtype="<u2"), {"vocab_size": 50}, "has tokens from 0 to 99, and data.vocab_size=50"),
         ("a.bin", np.arange(9, dtype="<u4"), {"vocab_size": 70_000}, "needs tokens of four bytes; set data.dtype"),
         ("a.npy", np.zeros((2, 2), int), {}, "it has shape (2, 2) and type int64"),
-        ("a.bin", np.arange(6, dtype="<u2"), {}, "has 5 tokens, but one block needs data.block_size=8"),
     ],
 )
 def test_what_are_no_tokens_is_refused(tmp_path, name, array, options, message):

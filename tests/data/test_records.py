@@ -91,13 +91,13 @@ def test_folders_of_save_to_disk_are_read(tmp_path):
 
 
 def test_a_large_text_is_cut_into_documents_that_end_with_a_line_and_loses_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "DOCUMENT_BYTES", 100)
+    monkeypatch.setattr(records, "DOCUMENT_SIZE", 100)
     text = "".join(f"line {i} naïve 日本\r\n" for i in range(60)) + "日本" * 150 + "\nend"
     (tmp_path / "a.txt").write_bytes(text.encode())
     found = load_records(tmp_path / "a.txt", cache_dir=tmp_path)["text"][:]
     assert "".join(found) == text
     assert all(part.endswith("\r\n") for part in found[:10])
-    assert max(len(part.encode()) for part in found) <= 210
+    assert max(map(len, found)) <= 200
 
 
 def test_max_bytes_cuts_the_file_that_crosses_it_and_drops_an_incomplete_character(tmp_path):

@@ -39,7 +39,6 @@ PRELOADED = (
     "hydra.main",
     "lit_fused.app.cli",
     "lit_fused.app.commands.training",
-    "lit_fused.app.loggers",
     "lit_fused.app.launching",
     "lit_fused.app.reporting.finish",
     "lit_fused.callbacks",
@@ -113,7 +112,7 @@ def preload() -> None:
     from lit_fused.app.config import check_config
 
     with initialize_config_dir(str(Path(__file__).parents[2] / "conf"), version_base="1.3"):
-        hydras_own = ["output_dir=.", "callbacks.resume_hint.overrides=[]"]  # known in a run alone
+        hydras_own = ["output_dir=."]  # known in a run alone
         check_config(compose("train", hydras_own), MODES)
     get_checkpoint_conversion_mapping("llama")
 

@@ -226,7 +226,6 @@ def refusals(folder: Path) -> dict[str, Any]:
         "few layers": fit(fused(llama(2)), strategy=PipelineStrategy(2, schedule="Interleaved1F1B")),
         "other inputs": fit(fused(llama()), changed(token_type_ids=torch.zeros_like(ids))),
         "different batches": fit(fused(llama()), changed(input_ids=ids.roll(int(os.environ["RANK"]), 0))),
-        "ids": fit(fused(llama()), changed(input_ids=ids + 1000)),
         "labels": fit(fused(llama()), changed(labels=ids + 1000)),
         "wrong loss": fit(fused(llama(), LinearCrossEntropyLoss(wrong))),
         "divided": fit(divided),

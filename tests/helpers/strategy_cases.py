@@ -216,7 +216,7 @@ def assert_as_in_one_process(folder: Path, cases: dict[str, dict[str, str]]) -> 
     An entry of ``cases`` that is not empty has words of the refusal.
     """
     items = [(case, strategy) for case, strategies in cases.items() for strategy in strategies]
-    fits = each(fit, 2, items, folder)
+    fits = each(fit, 2, items, folder, timeout=800)
     for case, strategies in cases.items():
         module, batches = CASES[case]()
         options = {"max_steps": 2, "accumulate_grad_batches": 2}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from errors_of import relative_error
 from lightning_helpers import loader, quiet_trainer
 from preference_cases import batches_of
-from strategy_cases import TRAINED, assert_as_in_one_process, rollouts, stored_scores
+from strategy_cases import TRAINED, rollouts, stored_scores
 from tiny_models import tiny_batch, tiny_llama, tiny_model
 from torch import Tensor, nn
 
@@ -69,11 +69,6 @@ def test_weights_of_shifted_labels_and_of_masked_tokens_are_not_shifted():
     expected = (losses * WEIGHTS).sum() / WEIGHTS[labels != -100].sum()
     loss = MaskedLanguageModel(bert, LinearCrossEntropyLoss())(masked).loss
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
-
-
-@pytest.mark.slow
-def test_two_processes_train_on_weighted_batches_as_one_does(tmp_path):
-    assert_as_in_one_process(tmp_path, {"weighted": dict.fromkeys(("ddp", "fsdp2", "tp", "pp"), "")})
 
 
 @pytest.mark.parametrize(

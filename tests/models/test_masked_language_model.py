@@ -138,10 +138,3 @@ def test_a_model_or_a_batch_with_which_something_else_would_be_learned_is_refuse
 
     with pytest.raises(UserError, match=sentence):
         learn()
-
-
-def test_a_masked_model_does_not_generate_and_says_what_does(tmp_path):
-    module = FusedMaskedLMModule(tiny_model("masked_eurobert"))
-    quiet_trainer(tmp_path, max_steps=1).fit(module, loader([masked_batch()]))
-    with pytest.raises(UserError, match="does not generate text; a masked language model fills in masks"):
-        module.generate(masked_batch()["input_ids"][:1])

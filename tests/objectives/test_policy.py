@@ -11,7 +11,7 @@ import torch
 from errors_of import assert_same_gradients
 from frozen_cases import fitted
 from lightning_helpers import loader, quiet_trainer
-from strategy_cases import TRAINED, assert_as_in_one_process
+from strategy_cases import TRAINED
 from tiny_models import VOCABULARY, ScaledInTraining, sharpen, tiny_batch, tiny_llama, tiny_model
 from torch import Tensor
 
@@ -334,12 +334,3 @@ def test_the_first_batch_is_compared_with_the_models_own_logits(length, tmp_path
     module = FusedPolicyModule(sharpen(tiny_llama(ScaledInTraining)), PolicyLoss("ppo"))
     with pytest.raises(UserError, match="ScaledInTraining does something to its logits"):
         quiet_trainer(tmp_path, max_steps=1).fit(module, loader([batch]))
-
-
-@pytest.mark.slow
-def test_two_processes_under_every_strategy_are_one(tmp_path):
-    every = dict.fromkeys(("ddp", "fsdp2", "tp", "pp"), "")
-    beside = every | {"pp": "strategy=pp divides one model, and a reference model cannot run beside it"}
-    cases = {"policy": every, "policy_beside": beside}
-    cases |= dict.fromkeys(("rloo", "ppo"), dict.fromkeys(("ddp", "fsdp2"), ""))
-    assert_as_in_one_process(tmp_path, cases)

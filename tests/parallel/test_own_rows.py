@@ -12,7 +12,6 @@ from parallel_cases import Case, as_strategy, batches
 from parallel_fits import fit, judge, launch, resume
 from peft import LoraConfig, get_peft_model
 from ranks import Refusal, each
-from strategy_cases import assert_as_in_one_process
 from tiny_models import tiny_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -50,14 +49,6 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path):
     found = launch(resume, [case], tmp_path, timeout=180)[case]
     for name, weight in found["at once"].items():
         assert torch.equal(found["resumed"][name], weight), name
-
-
-@pytest.mark.slow
-def test_objectives_of_token_scores_train_as_in_one_process_and_a_teacher_beside_is_refused(tmp_path):
-    refused = "needs the output layer whole on each rank; choose gather_head=true"
-    trained = ("weighted", "policy_beside", "dpo_model", "kto_model", "stored")
-    cases = {case: {"fsdp2_rows": ""} for case in trained}
-    assert_as_in_one_process(tmp_path, cases | {"distilled": {"fsdp2_rows": refused}})
 
 
 class Largest(TorchDispatchMode):

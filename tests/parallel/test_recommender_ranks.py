@@ -45,7 +45,6 @@ def fitted(case: tuple[str, str], processes: int, folder: Path) -> dict[str, Any
         encoder(ITEMS, hidden_size=16, num_layers=2, max_length=12, dropout=0.0),
         optimizer=partial(torch.optim.SGD, lr=0.5),
         scheduler=get_constant_schedule,
-        item_bias=weighted,
         popularity_correction=0.5 if weighted else 0.0,
         mask_fraction=1 - 1e-9,  # all items: nothing depends on random numbers of a rank
         top_k=3,

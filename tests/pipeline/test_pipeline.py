@@ -50,7 +50,6 @@ REFUSED = {
     "few layers": "4 pipeline stages need at least as many layers, and the model has 2",
     "other inputs": "this one also has token_type_ids, which no stage would get",
     "different batches": "the ranks of a pipeline got different batches",
-    "ids": r"input_ids must lie in \[0, 97\)",
     "labels": r"labels must lie in \[0, 97\)",
     "wrong loss": "tokens of a slice, but logits in float64 give",
     "divided otherwise": "was divided for another schedule, or sharded otherwise, before",
@@ -61,13 +60,12 @@ REFUSED = {
 
 def test_no_other_room_names_a_pipeline():
     package = Path(lit_fused.__file__).parent
-    allowed = {"models/generation.py"}  # transformers' pipeline
     found = [
         str(path.relative_to(package))
         for path in package.rglob("*.py")
         if "pipeline" in path.read_text().lower() and path.relative_to(package).parts[0] != "pipeline"
     ]
-    assert {*found} <= allowed
+    assert not found
 
 
 def launch(folder: Path, *scenarios: str, processes: int = 2, timeout: float = 150) -> list[dict[str, Any]]:

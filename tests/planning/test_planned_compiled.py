@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 import lit_fused
 from lit_fused import FusedCausalLMModule, PlanOptions, reduce_memory
+from lit_fused.planning import compiled_layers
 from lit_fused.planning.compiled_layers import kept_when_compiled
 
 SIZES: dict[str, Any] = {
@@ -55,10 +56,29 @@ def test_a_compiled_layer_is_counted_with_what_autograd_saves_of_one_that_runs(k
     assert sorted(counted) == real
 
 
+def test_twelve_lengths_are_counted_alike():
+    model = AutoModelForCausalLM.from_config(LLAMA(**ALL), dtype=torch.bfloat16)
+    layer, counted = model.model.layers[0], []
+    for tokens in range(16, 16 * 13, 16):
+        hidden = torch.randn(1, tokens, 64, dtype=torch.bfloat16, requires_grad=True)
+        cos_sin = model.model.rotary_emb(hidden, torch.arange(tokens)[None])
+        kwargs = {"position_embeddings": cos_sin, "attention_mask": None}
+        kept = kept_when_compiled(type(layer).forward, layer, None, hidden, [], kwargs)
+        assert kept is not None
+        counted.append(sum(kept) / tokens)
+    assert counted == counted[:1] * 12
+
+
 def test_a_plan_keeps_of_each_compiled_layer_what_was_counted():
     kept, eager = activations("regional"), activations("none")
     assert kept == activations("auto")
     assert 0.5 * eager < kept < 0.8 * eager
+
+
+def test_layers_that_cannot_be_compiled_are_planned_with_their_checkpoints(monkeypatch):
+    monkeypatch.setattr(compiled_layers, "kept_when_compiled", lambda *_: None)
+    for checkpointing in ("none", "recompute", "offload"):
+        assert activations("regional", checkpointing) == activations("none", checkpointing)
 
 
 @pytest.mark.parametrize("checkpointing", ["recompute", "offload"])

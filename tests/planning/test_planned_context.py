@@ -17,20 +17,22 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8}
 ONE = TOKENS * 64 * 2  # bytes of all heads of a device's tokens
 
 
-def predicted(strategy: Any, tokens: int, checkpointing: str = "none", **sizes: Any) -> Plan:
+def predicted(strategy: Any, tokens: int, checkpointing: str = "none", compile: str = "none", **sizes: Any) -> Plan:
     config = LlamaConfig(**{"vocab_size": 8_000, "num_hidden_layers": LAYERS, **SIZES, **sizes})
-    module = FusedCausalLMModule(reduce_memory(from_config(config), checkpointing=checkpointing))
+    module = FusedCausalLMModule(reduce_memory(from_config(config), checkpointing=checkpointing), compile=compile)
     batch = {name: torch.empty(1, tokens, dtype=torch.long) for name in ("input_ids", "labels")}
     options = PlanOptions(compute_capability=9.0, strategy=strategy, devices=DEVICES, precision="bf16-true")
     return lit_fused.plan(options, module, batch)
 
 
-@pytest.mark.parametrize("key_heads", [8, 4, 2])
-def test_divided_rows_take_what_short_rows_take_and_the_buffers_of_the_exchange(key_heads: int) -> None:
+@pytest.mark.parametrize(
+    ("key_heads", "compile"), [(8, "none"), (4, "none"), (2, "none"), (8, "regional"), (2, "regional")]
+)
+def test_divided_rows_take_what_short_rows_take_and_the_buffers_of_the_exchange(key_heads: int, compile: str) -> None:
     numbers = 64 * TOKENS * DEVICES  # bytes, at most, of eight integers for each token of a whole row
     for checkpointing in ("none", "recompute"):
         divided, short = (
-            predicted(strategy, tokens, checkpointing, num_key_value_heads=key_heads)
+            predicted(strategy, tokens, checkpointing, compile, num_key_value_heads=key_heads)
             for strategy, tokens in ((ContextStrategy(), TOKENS * DEVICES), (Spread(shards=DEVICES), TOKENS))
         )
         for phase in divided.phases:

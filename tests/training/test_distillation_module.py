@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from frozen_cases import MODEL, fitted, other_model, rows
 from lightning_helpers import loader, quiet_trainer
-from strategy_cases import TRAINED, assert_as_in_one_process
+from strategy_cases import TRAINED
 from tiny_models import sharpen, tiny_model
 
 from lit_fused import CrossEntropyLoss, DistillationLoss, FusedDistillationModule, TeacherHead, drafter_for
@@ -123,14 +123,6 @@ def test_both_models_without_weights_get_them(tmp_path):
         materialize(model)
     found = [fitted(tmp_path, module, BATCHES).callback_metrics["train/loss"] for module in (late, early)]
     torch.testing.assert_close(*found, rtol=1e-6, atol=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["distilled", "drafted", "stored", "stored_hidden"])
-def test_two_processes_under_every_strategy_are_one(case, tmp_path):
-    words = "strategy=pp divides one model, and a teacher model cannot run beside it; store its probabilities"
-    strategies = dict.fromkeys(("ddp", "fsdp2", "tp"), "") | {"pp": words if case in ("distilled", "drafted") else ""}
-    assert_as_in_one_process(tmp_path, {case: strategies})
 
 
 def refused(folder: Any, module: Any, batches: Any = BATCHES, **options: Any) -> str:

@@ -16,7 +16,6 @@ from lit_fused.data import InteractionDataModule, RolloutDataModule, TextEncodin
 from lit_fused.errors import UserError
 from lit_fused.filtered import Filtered
 from lit_fused.losses import LinearCrossEntropyLoss
-from lit_fused.models.generation import GenerateOptions
 from lit_fused.models.item_encoders import SASRec
 from lit_fused.models.load import from_config
 from lit_fused.objectives import DistillationLoss, PolicyLoss, PreferenceLoss
@@ -48,10 +47,9 @@ CASES = {
         lambda **of: warmup_stable_decay(torch.optim.SGD(PARAMETERS), 10, **of),
         "warmup_fraction decay_fraction min_lr_ratio",
     ),
-    "generate": (GenerateOptions, "max_new_tokens temperature top_p"),
     "finite": (FiniteWatch, "patience"),
     "average": (WeightAverage, "decay"),
-    "items": (SASRec, "num_items hidden_size num_layers num_heads max_length dropout"),
+    "items": (SASRec, "num_items hidden_size num_layers num_heads max_length"),
     "fsdp2": (FSDP2Strategy, "data_parallel_size tensor_parallel_size"),
     "pipeline": (partial(PipelineStrategy, 2), "data_parallel_size microbatches"),
     "random": (partial(from_config, CONFIG), "seed"),
@@ -66,7 +64,6 @@ SWITCHES = {
     "policy": (PolicyLoss, f"invariant {OF_LOSS}"),
     "preference": (PreferenceLoss, f"average {OF_LOSS}"),
     "distillation": (DistillationLoss, f"recompute {OF_LOSS}"),
-    "recommender": (CASES["recommender"][0], "item_bias"),
     "peaks": (PeakMemoryMonitor, "summary per_rank"),
     "sample": (SampleText, "chat"),
     "fsdp2": (FSDP2Strategy, "reduce_every_micro_batch reshard_after_forward mixed_precision_policy"),

@@ -54,16 +54,9 @@ def test_labels_of_any_other_shape_stop_the_first_batch_whatever_the_loss(labels
         fit(ragged_batches(1)[0] | {"labels": labels}, loss())
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"labels": None}, "a batch needs 'labels', integers"),
-        ({"attention_mask": torch.ones(2, 7)}, r"attention_mask of shape \(2, 7\) does not fit input_ids"),
-    ],
-)
-def test_a_batch_that_does_not_fit_the_model_is_told_what_fits(changes: Any, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        fit(ragged_batches(1)[0] | changes)
+def test_a_batch_without_labels_is_told_what_it_needs() -> None:
+    with pytest.raises(UserError, match="a batch needs 'labels', integers"):
+        fit(ragged_batches(1)[0] | {"labels": None})
 
 
 def test_a_batch_that_is_a_list_is_told_what_it_should_be() -> None:

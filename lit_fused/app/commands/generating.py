@@ -18,14 +18,7 @@ from lit_fused.app.one_device import chosen_module, on_device, one_device_traine
 from lit_fused.app.restore import run_with, tokenizer_of
 from lit_fused.data.tokenizer import load_tokenizer
 from lit_fused.errors import UserError
-from lit_fused.models.generation import (
-    GenerateOptions,
-    check_generates,
-    continue_text,
-    encode_prompt,
-    positions,
-    room_after,
-)
+from lit_fused.models.generation import GenerateOptions, continue_text, encode_prompt, positions, room_after
 from lit_fused.ops.user_error import printable
 from lit_fused.training import FusedLMModule
 
@@ -67,12 +60,6 @@ def _continue(
     assert model is not None
     is_source = bool(model.config.is_encoder_decoder)
     tokens = encode_prompt(prompt, tokenizer, options.chat, is_source=is_source).to(strategy.root_device)
-    vocabulary = module.model.vocabulary
-    if int(tokens.max()) >= vocabulary:
-        raise UserError(
-            f"the tokenizer has entries that the model has not: token {int(tokens.max())}, and its vocabulary ends at "
-            f"{vocabulary}; give the model that belongs to it"
-        )
     if options.max_new_tokens > room_after(model, tokens.shape[1]):
         raise UserError(
             f"{tokens.shape[1]} tokens of prompt and generate.max_new_tokens={options.max_new_tokens} are more than "
@@ -92,10 +79,7 @@ def _trained(cfg: DictConfig) -> tuple[FusedLMModule, PreTrainedTokenizerBase, L
     trainer = one_device_trainer(cfg)
     L.seed_everything(cfg.seed, verbose=False)
     tokenizer = None if cfg.ckpt_path is None else tokenizer_of(run_with(Path(cfg.ckpt_path).absolute()), cfg)
-    if tokenizer is None and cfg.ckpt_path is not None:
-        raise UserError(f"the run of {cfg.ckpt_path} has no tokenizer: its data are tokens; it cannot generate text")
     module = chosen_module(cfg)
     model: Any = module.model.transformers_model
-    check_generates(model)
     tokenizer = tokenizer or load_tokenizer(model.name_or_path)
     return on_device(module, trainer), tokenizer, trainer

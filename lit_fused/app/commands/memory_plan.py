@@ -71,11 +71,6 @@ def _result(cfg: DictConfig, options: lit_fused.PlanOptions, predicted: Any) -> 
 def _of_run(cfg: DictConfig, options: lit_fused.PlanOptions) -> lit_fused.PlanOptions:
     """Return the options with those of the run."""
     devices, strategy = cfg.trainer.devices, cfg.trainer.strategy
-    if cfg.data.get("batch_size") is None or cfg.data.get("block_size") is None:
-        raise UserError(
-            f"mode=plan needs data.batch_size and data.block_size, the shape of a batch, and {cfg.data._target_} does "
-            "not have both; mode=fit works with any data, and logs its memory"
-        )
     if not isinstance(devices, int) or devices < 1:
         raise UserError(f"mode=plan needs trainer.devices as a number, got {devices!r}; give the number of GPUs")
     return replace(

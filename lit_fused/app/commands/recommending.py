@@ -14,7 +14,6 @@ from lit_fused.app.restore import item_file_of, restored, run_with
 from lit_fused.data.interactions import histories_of, write_recommendations
 from lit_fused.errors import UserError
 from lit_fused.parallel.checkpoint import read_rest
-from lit_fused.training import FusedRecommenderModule
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,6 @@ def recommend(cfg: DictConfig) -> None:
     checkpoint = Path(cfg.ckpt_path).absolute()
     run = run_with(checkpoint)
     module: Any = restored(cfg, checkpoint)
-    if not isinstance(module, FusedRecommenderModule):
-        raise UserError(f"mode=recommend needs a run of module=recommender, and this is a {type(module).__name__}")
     data: Any = instantiate(cfg.data, folder=None, items=item_file_of(run))
     data.see_checkpoint(read_rest(checkpoint))
     # The file may have grown since: its new items come last, and the model has no rows of them.

@@ -13,7 +13,7 @@ from rich.progress import track
 from lit_fused.app.one_device import chosen_module, on_device, one_device_trainer
 from lit_fused.data import PreferenceEncoding, TokenDataModule
 from lit_fused.data.stored_scores import ScoreHeader, ScoreWriter, write_output_layer
-from lit_fused.errors import UserError, check_switches
+from lit_fused.errors import check_switches
 from lit_fused.objectives.distillation import scores_to_store, teacher_head
 from lit_fused.objectives.preference_loss import answers_to_store
 from lit_fused.ops.frozen_columns import whole_weight
@@ -47,8 +47,6 @@ def score(cfg: DictConfig) -> None:
     options: ScoreOptions = instantiate(cfg.score)
     trainer = one_device_trainer(cfg)
     data = instantiate(cfg.data, scores=None) if "scores" in cfg.data else instantiate(cfg.data)
-    if not isinstance(data, TokenDataModule):
-        raise UserError(f"mode=score scores data that become tokens on the disk, and {type(data).__name__} are not")
     data.prepare_data()
     data.setup("fit")
     if "reference" in cfg.module:
@@ -58,14 +56,8 @@ def score(cfg: DictConfig) -> None:
     name = own if cfg.ckpt_path is None else str(Path(cfg.ckpt_path).absolute())
     path = Path(options.path or Path(cfg.output_dir, "scores.parquet"))
     header, tokens = write_scores(path, options, data, module, name, trainer)
-    if header.k is None:
-        what = f"log-probabilities of the answers to {sum(header.rows.values()):,} prompts"
-        how = "module=preference module.reference=stored"
-    elif header.width is not None:
-        what, how = f"{header.width} numbers ({header.dtype}) of each position", "module=distillation"
-    else:
-        what, how = f"{header.k} of {header.vocabulary:,} entries at each position", "module=distillation"
-    print(f"{path}: {what}, {tokens:,} tokens, by {name}")
+    how = "module=preference module.reference=stored" if header.k is None else "module=distillation"
+    print(f"{path}: {tokens:,} tokens, by {name}")
     print(f"Train on them: python train.py {how} data.scores={path} ... (with the same data)")
 
 
@@ -75,11 +67,6 @@ def write_scores(
     """Write the scores of all rows of set-up data. Return the file's header, and the number of tokens."""
     model, sets, tokens = module.model, data.rows_in_order(), 0
     of_answers = isinstance(data.encoding, PreferenceEncoding)
-    if data.vocab_size > model.vocabulary:
-        raise UserError(
-            f"the data have tokens up to {data.vocab_size - 1}, and the model's vocabulary ends at {model.vocabulary}; "
-            "score them with a model of their tokenizer (data.tokenizer)"
-        )
     stores_hidden, layer = options.hidden and not of_answers, None
     model.prepare(module.device)
     with torch.inference_mode(), trainer.precision_plugin.forward_context():

@@ -1,18 +1,20 @@
 """``mode=fit``, ``validate``, ``test``: instantiate, fit or evaluate, and report."""
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from hydra.utils import instantiate
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from lit_fused.app.defaults import kind_of_weights
-from lit_fused.app.loggers import recording
 from lit_fused.app.overrides import run_of
 from lit_fused.app.ranks import is_first_rank
 from lit_fused.app.reporting.finish import report
@@ -45,7 +47,7 @@ def fit(cfg: DictConfig) -> float | None:
             rank_zero_info("The data have no test part: the validation part is used.")
     steps = _Steps(Path(cfg.output_dir))
     trainer.callbacks.insert(0, steps)  # type: ignore[attr-defined]  (It prints before a bar does.)
-    with recording(trainer.loggers, config):
+    with _recording(trainer.loggers, config):
         quiet = {} if fits else {"verbose": False}  # the report prints the results
         getattr(trainer, cfg.mode)(module, data, ckpt_path=cfg.ckpt_path, **quiet)
         if fits and not steps.begun:  # The run was killed after its last checkpoint, or was over.
@@ -63,6 +65,24 @@ def fit(cfg: DictConfig) -> float | None:
 
 
 validate = test = fit
+
+
+@contextmanager
+def _recording(loggers: Sequence[Logger], config: Mapping[str, Any]) -> Iterator[None]:
+    """Log the configuration of a run, and finish its Weights & Biases run after the block: the next job of a sweep in
+    this process would go on with it."""
+    exit_code = 1
+    for logger in loggers:
+        if not isinstance(logger, CSVLogger):  # run.json, beside its file, has it
+            logger.log_hyperparams(dict(config))
+    try:
+        yield
+        exit_code = 0
+    finally:
+        if any(isinstance(logger, WandbLogger) for logger in loggers):
+            import wandb
+
+            wandb.finish(exit_code)  # does nothing on the other ranks, which have no run
 
 
 def _finish(trainer: L.Trainer, module: FusedLMModule, data: Any, ckpt_path: str | None) -> None:
@@ -140,9 +160,9 @@ class _Steps(L.Callback):
 
 
 def _length(trainer: L.Trainer) -> str:
-    """Return what a fit trains on, as far as the data say it, and for how long: "3 epochs are 117 steps"."""
-    contents, end = getattr(trainer.train_dataloader, "contents", "training"), total_steps(trainer)
+    """Return how long a fit trains: "3 epochs are 117 steps"."""
+    end = total_steps(trainer)
     batches = trainer.num_training_batches / trainer.accumulate_grad_batches
     epochs = f"{end / math.ceil(batches):.2g} epochs are " if 0 < batches < math.inf else ""
     length = f"{epochs}{int(end):,} steps" if math.isfinite(end) else "no end"
-    return f"{contents}: {length}".replace(": 1 epochs are", ": 1 epoch is")
+    return f"training: {length}".replace(": 1 epochs are", ": 1 epoch is")

@@ -30,7 +30,7 @@ from lit_fused.callbacks.run_checkpoint import newest_checkpoint
 from lit_fused.training import FusedLMModule
 
 _PACKAGES = ("torch", "lightning", "transformers", "triton", "cut-cross-entropy", "liger-kernel", "peft")
-_SHOWN = re.compile(r"train/loss$|(val|test)/(?!(z|entropy)$)|throughput/(tokens_per_sec|interactions_per_sec|mfu)$")
+_SHOWN = re.compile(r"train/loss$|(val|test)/(?!(z|entropy)$)|throughput/(tokens_per_sec|mfu)$")
 
 
 def write_summary(folder: str, metrics: Mapping[str, float], **more: Any) -> None:
@@ -51,7 +51,6 @@ def report(trainer: L.Trainer, module: FusedLMModule, cfg: DictConfig) -> dict[s
         if isinstance(callback, TokenThroughput):
             more["tokens"] = callback.tokens
             measured = {"tokens_per_sec": callback.mean or None, "mfu": callback.mean_mfu}
-            measured["interactions_per_sec"] = callback.mean_interactions
             metrics |= {f"throughput/{name}": value for name, value in measured.items() if value is not None}
         elif isinstance(callback, PeakMemoryMonitor) and callback.peaks:
             metrics |= {f"memory/{phase}_gib": peak for phase, peak in callback.peaks.items()}
@@ -67,9 +66,7 @@ def report(trainer: L.Trainer, module: FusedLMModule, cfg: DictConfig) -> dict[s
         write_summary(cfg.output_dir, metrics, **more)
         write_run_page(folder)
         console, table = Console(highlight=False), Table(title="Results", show_header=False)
-        hidden = {"throughput/tokens_per_sec"} if "throughput/interactions_per_sec" in metrics else set()
-        shown = [name for name in metrics if _SHOWN.match(name) and name not in hidden]
-        for name in sorted(shown, key=lambda name: name.startswith("throughput")):
+        for name in sorted(filter(_SHOWN.match, metrics), key=lambda name: name.startswith("throughput")):
             table.add_row(name, f"{metrics[name]:,.0f}" if metrics[name] >= 1000 else f"{metrics[name]:.4g}")
         console.print(table)
         places = {"exported model": exported, "report": folder / "report.html"}

@@ -19,7 +19,6 @@ COLUMNS = {  # of the tables, where a run has measured them: heading and number 
     "val/reward_accuracy": ("val reward accuracy", ".3f"),
     "val/ndcg_at_10": ("val NDCG@10", ".4f"),
     SPEED: ("tokens/s", ",.0f"),
-    "throughput/interactions_per_sec": ("interactions/s", ",.0f"),
     "throughput/mfu": ("MFU", ".1%"),
     PEAK: ("peak memory (GiB)", ".3f"),
 }
