@@ -97,7 +97,8 @@ class ScoreWriter:
         kinds = {name: kind for name, (kind, *_) in header.columns.items()}
         lists = [pa.field(name, kind if pa.types.is_binary(kind) else pa.list_(kind)) for name, kind in kinds.items()]
         schema = pa.schema([pa.field("fingerprint", pa.uint32()), *lists], {_KEY: json.dumps(asdict(header))})
-        with written_whole(Path(path)) as partial, pq.ParquetWriter(partial, schema) as file:
+        checked: Any = {"write_page_checksum": True}
+        with written_whole(Path(path)) as partial, pq.ParquetWriter(partial, schema, **checked) as file:
             yield cls(header, file)
 
     def add(self, row: Mapping[str, Tensor], scores: Sequence[Tensor]) -> None:
@@ -136,7 +137,7 @@ class StoredScores:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
-        self._file = pq.ParquetFile(self.path, memory_map=True)
+        self._file = pq.ParquetFile(self.path, memory_map=True, page_checksum_verification=True)
         header = (self._file.schema_arrow.metadata or {}).get(_KEY)
         if header is None:
             raise UserError(f"data.scores={path} is no file of scores; write one with mode=score")

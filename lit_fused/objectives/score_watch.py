@@ -135,7 +135,7 @@ def compare_scores(
     layer = None if hidden_states is None or weight is None or targets is None else (hidden_states, weight, targets)
     found = Finding(NONE, "", 0.0)
     if tokens and filled.sum() * 2 > tokens:
-        found = Finding(MASK, f"{int(filled.sum())} of {tokens} tokens have no score", 0.0)
+        found = Finding(MASK, f"{int(filled.sum())} of {tokens} tokens have no score below 0", 0.0)
     elif compared.any():
         rows = compared.flatten().nonzero()[:, 0]
         rows = rows[torch.linspace(0, len(rows) - 1, min(SAMPLE, len(rows)), device=rows.device).long()]
@@ -152,7 +152,7 @@ def compare_scores(
                 output = OutputLayer(*at_rows, bias, scale, softcap, temperature)
                 found = score_causes.explain(output, sample, dtype or computed)
         if filled.any() and found.cause in (NONE, UNKNOWN, score_causes.BODY):
-            found = Finding(MASK, f"{int(filled.sum())} of {tokens} tokens have no score", 0.0)
+            found = Finding(MASK, f"{int(filled.sum())} of {tokens} tokens have no score below 0", 0.0)
     return ScoreReport(**numbers, cause=found.cause, words=found.words, explained=found.explained)
 
 

@@ -150,3 +150,14 @@ def test_an_unfinished_file_does_not_appear_and_an_open_one_pickles(tmp_path):
         half_written(path, header, row)
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.glob("*.parquet*")] == ["scores.parquet"]
+
+
+def test_a_file_with_damaged_bytes_is_no_other_teacher(tmp_path):
+    data = data_of(tmp_path / "text")
+    path, row = scored(tmp_path, data), data.rows_in_order()["train"][0]
+    column = pq.ParquetFile(path).metadata.row_group(0).column(2)
+    numbers = bytearray(path.read_bytes())
+    numbers[column.data_page_offset - 3] ^= 0x40  # of a stored value
+    path.write_bytes(numbers)
+    with pytest.raises(OSError, match="CRC checksum verification failed"):
+        StoredScores(path).read(0, row)
