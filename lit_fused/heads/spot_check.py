@@ -392,10 +392,9 @@ def _rms(numbers: Tensor) -> float:
     return numbers.double().square().mean().sqrt().item()
 
 
-def _relative(found: Tensor, expected: Tensor) -> float:
-    # Rows at a time: a copy of a large weight's gradient in float64 would be the most that a run ever allocates.
+def _relative(found: Tensor, expected: Tensor) -> float:  # in parts: float64 copies would be a run's largest tensors
     rows = max(2**20 // max(expected[:1].numel(), 1), 1) if expected.ndim else 1
-    parts = zip(torch.atleast_1d(found).split(rows), torch.atleast_1d(expected).split(rows), strict=True)
+    parts = zip(*(t.split(rows) for t in torch.atleast_1d(found, expected)), strict=True)
     squares = [torch.stack([(f.double() - e.double()).square().sum(), e.double().square().sum()]) for f, e in parts]
     distance, size = torch.stack(squares).sum(0).sqrt().tolist()
     return distance / (size or 1.0)
