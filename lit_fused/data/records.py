@@ -67,7 +67,8 @@ def load_records(
         columns: Keep those of these that there are. None: all.
         name: The configuration of a data set on the Hub.
         split: On the Hub and of a folder of ``save_to_disk``, perhaps a part, "train[:10%]". Of other folders, the
-            files ``train.*``, ``train-00000-of-00002.*`` and those in ``train/``, or where there are none, all.
+            files ``train.*``, ``train-00000-of-00002.*`` and those in ``train/``, or where there are none, all; ``.py``
+            files name no split.
         revision: A branch, tag or commit on the Hub.
         streaming: Read from the Hub no more than ``max_documents`` need. What was read is found again by its name.
         max_documents: The first so many.
@@ -140,9 +141,11 @@ def find_files(root: Path, suffixes: tuple[str, ...], skipped: frozenset[str] = 
 
 
 def _of_split(files: list[Path], root: Path, split: str) -> list[Path]:
-    """Return the files whose own name or folder names the split; all of them where no file names it."""
+    """Return the files whose own name or folder names the split; all of them where no file names it. A program's
+    ``train.py`` names none."""
     named = re.compile(rf"{re.escape(split)}(-\d+-of-\d+)?(\..*)?")
-    chosen = [file for file in files if any(map(named.fullmatch, file.relative_to(root).parts))]
+    data = [file for file in files if ".py" not in file.suffixes]
+    chosen = [file for file in data if any(map(named.fullmatch, file.relative_to(root).parts))]
     if not chosen and split != "train":
         raise UserError(f"{root} has no file {split}.*, {split}-00000-of-00001.* or {split}/*")
     return chosen or files

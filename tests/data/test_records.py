@@ -71,6 +71,14 @@ def test_a_folder_of_several_kinds_gives_the_texts_in_the_order_of_their_paths(t
     assert found["text"][:] == ["one\r\ntwo", *TEXTS, *TEXTS, "d"]
 
 
+def test_a_program_named_as_a_split_is_one_of_the_sources(tmp_path):
+    for name in ("train.py", "model.py", "train/loop.py"):
+        (tmp_path / "sources" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "sources" / name).write_text(name)
+    read = load_records(tmp_path / "sources", cache_dir=tmp_path)
+    assert sorted(read["text"]) == ["model.py", "train.py", "train/loop.py"]
+
+
 def test_of_files_that_name_splits_one_split_is_read(tmp_path):
     (tmp_path / "data").mkdir()
     for file in ("train-00000-of-00002.parquet", "train-00001-of-00002.parquet", "test-00000-of-00001.parquet"):
