@@ -36,9 +36,15 @@ def warn_of_zero_weights(weights: Tensor, targets: Tensor) -> None:
 
 
 def check_mask(batch: Batch) -> None:
-    """Raise a UserError if positions begin anew where an "attention_mask" (B, T) lets tokens attend to those before:
-    beside a mask, transformers does not look for documents. Waits for a GPU if a batch has both."""
-    positions, mask = batch.get("position_ids"), batch.get("attention_mask")
+    """Raise a UserError for an "attention_mask" (B, T) of another shape than the ids, to which transformers adds what
+    it lacks as padding; and if positions begin anew where it lets tokens attend to those before: beside a mask,
+    transformers does not look for documents. Waits for a GPU if a batch has both."""
+    positions, mask, ids = batch.get("position_ids"), batch.get("attention_mask"), batch.get("input_ids")
+    if isinstance(ids, Tensor) and isinstance(mask, Tensor) and ids.ndim == mask.ndim == 2 and ids.shape != mask.shape:
+        raise UserError(
+            f"attention_mask of shape {tuple(mask.shape)} does not fit input_ids of shape {tuple(ids.shape)}; make "
+            "both in the same place, the tokenizer or the collate function"
+        )
     if not (isinstance(positions, Tensor) and isinstance(mask, Tensor) and positions.ndim == mask.ndim == 2):
         return
     if positions.shape[1] == mask.shape[1] and len(positions) in (1, len(mask)):

@@ -54,6 +54,14 @@ def test_labels_of_any_other_shape_stop_the_first_batch_whatever_the_loss(labels
         fit(ragged_batches(1)[0] | {"labels": labels}, loss())
 
 
+@pytest.mark.parametrize("length", [7, 200])
+def test_a_mask_of_another_length_than_its_rows_stops_the_first_batch(length: int) -> None:
+    batch = ragged_batches(1)[0]
+    mask = torch.ones(len(batch["input_ids"]), length)
+    with pytest.raises(UserError, match="attention_mask of shape .* does not fit input_ids"):
+        fit(batch | {"attention_mask": mask})
+
+
 def test_a_batch_without_labels_is_told_what_it_needs() -> None:
     with pytest.raises(UserError, match="a batch needs 'labels', integers"):
         fit(ragged_batches(1)[0] | {"labels": None})
