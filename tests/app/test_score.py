@@ -46,7 +46,7 @@ def test_a_student_of_stored_hidden_states_has_the_losses_of_the_teacher_beside_
     fit = ("trainer.max_steps=4", "trainer.val_check_interval=2")
     train(tmp_path, *TINY_MODEL, *TEXT, *fit, "hydra.run.dir=teacher")
     scored = train(tmp_path, "mode=score", "ckpt_path=teacher/checkpoints/last.ckpt", "score.hidden=true")
-    [path] = re.findall(r"(\S+scores\.parquet): \d+ numbers \(float32\) of each position", scored.plain)
+    [path] = re.findall(r"(\S+scores\.parquet): [\d,]+ tokens, by", scored.plain)
     losses = []
     ways = ((f"data.scores={path}",), ("teacher=pretrained", "teacher.path=teacher/exported"))
     for name, way in zip(("stored", "beside"), ways, strict=True):

@@ -181,8 +181,7 @@ def test_the_command_trains_resumes_validates_and_exports_a_model_that_fills_in_
     (tmp_path / "text.txt").write_text(TEXT)
     small = ("data.block_size=32", "data.vocab_size=300", "optimizer.lr=4e-3", "trainer.accelerator=cpu")
     masked = ("module=masked_lm", "data=text", "data.path=text.txt", *small, *TINY_MODEL)
-    finished = train(tmp_path, *masked, "trainer.max_steps=20", "hydra.run.dir=out")
-    assert "15% are to be predicted" in finished.plain
+    train(tmp_path, *masked, "trainer.max_steps=20", "hydra.run.dir=out")
     train(tmp_path, "ckpt_path=out/checkpoints/last.ckpt", "trainer.max_steps=40", "hydra.run.dir=more")
     metrics = summary(tmp_path / "more")["metrics"]
     assert metrics["val/loss"] < math.log(300) - 1  # a nat below the uniform guess
