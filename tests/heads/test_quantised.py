@@ -94,10 +94,10 @@ def exact(model: Any) -> Any:
 
 
 def loss_and_gradients(backbone: nn.Module, loss: Loss) -> dict[str, Tensor]:
-    model = LanguageModel(backbone, loss)
-    model.prepare(CPU)
+    model, device = LanguageModel(backbone, loss), next(backbone.parameters()).device
+    model.prepare(device)
     backbone.zero_grad()
-    value = model(tiny_batch()).loss
+    value = model({name: values.to(device) for name, values in tiny_batch().items()}).loss
     value.backward()
     gradients = {name: p.grad.double() for name, p in backbone.named_parameters() if p.grad is not None}
     return {"loss": value.detach().double(), **gradients}
@@ -119,6 +119,14 @@ def assert_exact(model: Any, rounding: float = 4 * torch.finfo(torch.float32).ep
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 def test_a_layer_of_4_bits_has_the_loss_and_gradients_of_the_layer_dequantised(quant_type, nested, lora):
     assert_exact(with_head(lora=lora, quant_type=quant_type, nested=nested))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_on_a_gpu_it_errs_no_more_than_the_layers_own_product(quant_type, lora):
+    model = with_head(dtype=torch.bfloat16, lora=lora, quant_type=quant_type).cuda()
+    assert_exact(model, torch.finfo(torch.bfloat16).eps / 16)
 
 
 @pytest.mark.parametrize("name", ["phi", "gemma2", "granite"])
