@@ -7,8 +7,8 @@
 "in parts" is what a fused loss does with PEFT's layer: the logits are [h, s h A^T] [W, B]^T, W is read where it is and
 has no gradient. "whole" copies [W, B] and computes a gradient of its size. "standard" and "torch.compile" build the
 logits as PEFT's layer does. With a quantised W (bitsandbytes' 4 bits, transformers' ``FP8Linear``), "in parts"
-dequantises tiles of it, and the others the whole in each step. Gradients of h, A and B are judged in float64 first, with
-the numbers that W has. Rank 16; bfloat16. Time in ms, memory beyond the inputs in MiB, gradients included.
+dequantises tiles of it, and the others the whole in each step. Gradients of h, A and B are judged in float64 first,
+with the numbers that W has. Rank 16; bfloat16. Time in ms, memory beyond the inputs in MiB, gradients included.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,10 @@ def layer_of(weight: Tensor, kind: str) -> nn.Module:
     layer = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
     layer.weight = nn.Parameter(weight, False)
     if kind == "nf4":
-        import bitsandbytes
-
-        packed: Any = bitsandbytes.nn.Linear4bit(*reversed(weight.shape), bias=False, quant_type=kind, device="meta")
-        packed.weight = bitsandbytes.nn.Params4bit(weight, requires_grad=False, quant_type=kind)
-        return packed.to(weight.device)
+        layers = import_module("bitsandbytes.nn")
+        packed = layers.Linear4bit(*reversed(weight.shape), bias=False, quant_type=kind)
+        packed.load_state_dict({"weight": weight.cpu()})
+        return packed.to(weight.device)  # which quantises
     if kind == "float8":
         from transformers.integrations.finegrained_fp8 import FP8Linear
 
