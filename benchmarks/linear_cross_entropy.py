@@ -424,12 +424,7 @@ def measure(
                 row.note = row.note or "wrong gradients"
             if not row.note:
                 bench.memory(row, losses[provider])
-        except (
-            ImportError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as problem:  # absent, not for this device, or without gradients
+        except Exception as problem:  # absent, without gradients, or not for this: with errors of its own
             row.note = why_not(problem)
             bench.hidden.grad = bench.weight.grad = None
         of_standard = of_standard or bench.errors_in_slices(exact)

@@ -110,11 +110,14 @@ def _rows_of_float8(layer: Any, dtype: torch.dtype) -> Callable[[slice], Tensor]
     weight, scale, block = layer.weight.detach(), layer.weight_scale_inv.detach().float(), layer.block_size
 
     def rows(of: slice) -> Tensor:
-        part, factor = weight[of].float(), scale
-        if block is not None:  # One scale is of a block of rows and columns, else of all.
-            factor = scale[torch.arange(of.start, of.stop, device=scale.device) // block[0]]
-            factor = factor.repeat_interleave(block[1], 1)[:, : part.shape[1]]
-        return part.mul_(factor).to(dtype)
+        part = weight[of].to(dtype)  # Numbers of 8 bits are exact in more: with their scale they are rounded once.
+        if block is None:  # One scale is of all numbers, else of a block of rows and columns.
+            return part.mul_(scale)
+        factor = scale[torch.arange(of.start, of.stop, device=scale.device) // block[0]]
+        if part.shape[1] % block[1]:
+            return part.mul_(factor.repeat_interleave(block[1], 1)[:, : part.shape[1]])
+        part.unflatten(1, (-1, block[1])).mul_(factor.unsqueeze(-1))
+        return part
 
     return rows
 

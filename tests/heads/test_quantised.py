@@ -49,7 +49,8 @@ def dequantised(layer: Any) -> nn.Linear:
         state.dtype = torch.float32
         plain.weight.data = bitsandbytes.functional.dequantize_4bit(layer.weight.data, state).double()
     elif hasattr(layer, "weight_scale_inv"):
-        scale = layer.weight_scale_inv.double().repeat_interleave(48, 0).repeat_interleave(24, 1)
+        scale, (rows, columns) = layer.weight_scale_inv.double(), layer.block_size
+        scale = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
         plain.weight.data = layer.weight.double() * scale[:VOCABULARY, :WIDTH]
     else:
         plain.weight.data = layer.weight.dequantize().double()
@@ -232,17 +233,18 @@ def test_weights_of_torchao_are_exact_and_rounded_activations_are_refused(bits, 
             lit_fused.fuse(with_head(lora=lora, quantise=quantise, kind="Int8DynamicActivationInt8WeightConfig"))
 
 
-def float8(layer: Any) -> nn.Module:
-    """Weights in float8 with a scale for each block of 48 rows and 24 columns: the last ones are smaller."""
-    found = finegrained_fp8.FP8Linear(WIDTH, VOCABULARY, block_size=(48, 24))
+def float8(layer: Any, columns: int = 24) -> nn.Module:
+    """Weights in float8 with a scale for each block of 48 rows and some columns: the last ones may be smaller."""
+    found = finegrained_fp8.FP8Linear(WIDTH, VOCABULARY, block_size=(48, columns))
     found.weight.data = (layer.weight.data * 20).to(torch.float8_e4m3fn)
-    found.weight_scale_inv.data = torch.rand(21, 3, generator=torch.Generator().manual_seed(0)) / 20 + 0.02
+    size = found.weight_scale_inv.shape
+    found.weight_scale_inv.data = torch.rand(size, generator=torch.Generator().manual_seed(0)) / 20 + 0.02
     return found.requires_grad_(False)
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize(("lora", "columns"), [(False, 24), (True, 24), (False, 32)])
 def test_a_layer_of_float8_has_the_numbers_of_the_layer_dequantised_also_beside_its_own_rounded_product(
-    lora, monkeypatch
+    lora, columns, monkeypatch
 ):
     def matmul(x: Tensor, weight: Tensor, scale: Tensor, block: Any, dtype: torch.dtype, **_: Any) -> Tensor:
         plain = finegrained_fp8.FP8Linear(WIDTH, VOCABULARY, block_size=block)
@@ -253,7 +255,7 @@ def test_a_layer_of_float8_has_the_numbers_of_the_layer_dequantised_also_beside_
 
     kernels = SimpleNamespace(matmul=matmul)  # transformers loads those of a GPU from the Hub
     monkeypatch.setattr(finegrained_fp8, "load_finegrained_fp8_kernel", lambda: kernels)
-    model = with_head(lora=lora, quantise=float8)
+    model = with_head(lora=lora, quantise=float8, columns=columns)
     truth = loss_and_gradients(exact(model), CrossEntropyLoss())
     plain = loss_and_gradients(exact(model).float(), CrossEntropyLoss())
     rounded = loss_and_gradients(model, CrossEntropyLoss())
@@ -263,6 +265,6 @@ def test_a_layer_of_float8_has_the_numbers_of_the_layer_dequantised_also_beside_
     for name, value in truth.items():
         scale = value.norm() + 1e-2
         assert (found[name] - value).norm() <= 2 * (plain[name] - value).norm() + 1e-6 * scale, name
-    fused = lit_fused.fuse(with_head(lora=lora, quantise=float8))
+    fused = lit_fused.fuse(with_head(lora=lora, quantise=float8, columns=columns))
     torch.testing.assert_close(fused(**tiny_batch()).loss.double(), truth["loss"], rtol=1e-6, atol=0)
-    assert lit_fused.certify(with_head(lora=lora, quantise=float8))["fused/hidden_states"] < 1e-5
+    assert lit_fused.certify(with_head(lora=lora, quantise=float8, columns=columns))["fused/hidden_states"] < 1e-5
