@@ -4,6 +4,8 @@
     last.ckpt/shard-*.safetensors   tensors by name: state_dict.NAME, optimizer_0.state.NAME.exp_avg
     last.ckpt/meta.pt               everything else of that dict
 
+If "state_dict" is an average, the weights that are trained are beside it, as those of Lightning's ``WeightAveraging``.
+
 Any strategy on any number of devices resumes from either. Reading one runs no code: tensors of a folder are in
 safetensors, and everything else is read with ``weights_only=True``. Either appears whole or not at all. In a fit it is
 written by a thread while training goes on (:mod:`~lit_fused.parallel.snapshot`); the next save and the end wait for it.
@@ -54,7 +56,8 @@ from lit_fused.parallel.collectives import objects_of_ranks
 from lit_fused.parallel.snapshot import MetricsLostError, Snapshots
 
 _OPTIONS = "lit_fused_optimizer_options"  # in meta.pt: what states of optimisers have beside tensors, one dict each
-_WEIGHTS = "state_dict."
+WEIGHTS_BESIDE_AVERAGE = "current_model_state"
+_WEIGHTS, _BESIDE = "state_dict.", f"{WEIGHTS_BESIDE_AVERAGE}."
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _WHOLE = StateDictOptions(full_state_dict=True)
 
@@ -126,6 +129,7 @@ def read_checkpoint(path: str | Path, *, weights_only: bool | None = None, optim
         load(tensors, storage_reader=reader, no_dist=True)
     states = checkpoint.pop(_OPTIONS, None)
     checkpoint["state_dict"] = _below(_WEIGHTS, tensors)
+    checkpoint[WEIGHTS_BESIDE_AVERAGE] = _below(_BESIDE, tensors)
     if optimizers and states is not None:
         found = ({**options, **_below(f"optimizer_{index}.", tensors)} for index, options in enumerate(states))
         checkpoint["optimizer_states"] = [_nested(state) for state in found]
@@ -304,6 +308,7 @@ class FolderCheckpoints(ModelParallelStrategy):
         self.barrier()
         states = checkpoint.pop("optimizer_states", None)
         tensors = _above(_WEIGHTS, checkpoint.pop("state_dict"))
+        tensors |= _above(_BESIDE, checkpoint.pop(WEIGHTS_BESIDE_AVERAGE, {}))
         if states is not None:
             options = [{key: v for key, v in state.items() if not isinstance(v, Tensor)} for state in states]
             of_ranks = objects_of_ranks(options)
@@ -343,6 +348,10 @@ class FolderCheckpoints(ModelParallelStrategy):
         checkpoint = read_checkpoint(path, weights_only=weights_only)
         whole = checkpoint.pop("state_dict")
         check_same_model(shapes_of(whole), self._shapes_of_ranks(weights))
+        if beside := checkpoint.pop(WEIGHTS_BESIDE_AVERAGE, None) if fits else None:
+            set_model_state_dict(self.model, {name: (whole | beside)[name] for name in weights}, options=_WHOLE)
+            divided: dict[str, Any] = get_model_state_dict(self.model)
+            checkpoint[WEIGHTS_BESIDE_AVERAGE] = {name: divided[name].clone() for name in weights if name in beside}
         set_model_state_dict(self.model, {name: whole[name] for name in weights}, options=_WHOLE)
         states = checkpoint.pop("optimizer_states", None)
         for optimizer, state in zip(optimizers, _resumable(states) if fits else (), strict=True):
@@ -355,13 +364,15 @@ class FolderCheckpoints(ModelParallelStrategy):
     ) -> dict[str, Any]:
         assert self.model is not None
         reader = HuggingFaceStorageReader(str(path))
-        stored = _below(_WEIGHTS, reader.read_metadata().state_dict_metadata)
-        theirs = {name: tuple(entry.size) for name, entry in stored.items()}
+        stored = reader.read_metadata().state_dict_metadata
+        theirs = {name: tuple(entry.size) for name, entry in _below(_WEIGHTS, stored).items()}
         check_same_model(theirs, self._shapes_of_ranks(weights))
         checkpoint = torch.load(path / REST, map_location="cpu", weights_only=weights_only is not False)
         options = checkpoint.pop(_OPTIONS, None)
         options = _resumable(options) if optimizers else []
-        tensors = _above(_WEIGHTS, weights)
+        kept = _below(_BESIDE, stored) if optimizers else {}
+        beside = {name: torch.empty_like(weight) for name, weight in weights.items() if name in kept}
+        tensors = _above(_WEIGHTS, weights) | _above(_BESIDE, beside)
         states = [self.optimizer_state(optimizer) for optimizer in optimizers]
         for index, state in enumerate(states):
             tensors |= _above(f"optimizer_{index}.", {k: v for k, v in state.items() if isinstance(v, Tensor)})
@@ -371,7 +382,7 @@ class FolderCheckpoints(ModelParallelStrategy):
         for optimizer, state, theirs in zip(optimizers, states, options, strict=True):
             state |= {key: theirs[key] for key in state if key in theirs}
             set_optimizer_state_dict(self.model, optimizer, state, options=_FLAT)
-        return checkpoint
+        return checkpoint | {WEIGHTS_BESIDE_AVERAGE: beside}
 
     def _shapes_of_ranks(self, weights: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the weights of all ranks, which may have different ones."""

@@ -21,9 +21,9 @@ class Snapshots(Callback):
     """Copies a checkpoint's tensors to CPU memory, on a GPU by a stream of their own.
 
     The device waits for copies of trained weights and of optimisers' states before it changes them: before the next
-    step of an optimiser, and before a validation, for which an average may take their place. It waits at once for
-    everything else, since a forward pass or a hook may change that: buffers, frozen weights; and all of a module
-    that steps its optimisers by itself, perhaps without Lightning's hook.
+    step of an optimiser, and before a validation and the end, for which an average may take their place. It waits at
+    once for everything else, since a forward pass or a hook may change that: buffers, frozen weights; and all of a
+    module that steps its optimisers by itself, perhaps without Lightning's hook.
     """
 
     def __init__(self) -> None:
@@ -90,6 +90,8 @@ class Snapshots(Callback):
 
     def on_before_optimizer_step(self, *_: Any, **__: Any) -> None:
         self._device_waits()
+
+    on_train_end = on_before_optimizer_step
 
     def on_validation_start(self, *_: Any, **__: Any) -> None:
         self._device_waits()

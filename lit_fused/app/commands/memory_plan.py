@@ -103,7 +103,7 @@ def _left_out(cfg: DictConfig, options: lit_fused.PlanOptions) -> list[str]:
         "padding and for documents, flash_attention_2 none": spread.row_parts > 1
         and cfg.data.get("packing", "stream") != "stream",
         "loss=torch_native: planned from its source, and compared with no measurement": "torch_native" in impl,
-        "callbacks=ema: not planned; it takes as much as the weights once more": "weight_average" in cfg.callbacks,
+        "callbacks=ema: not planned; it takes as much as the trained weights": "weight_average" in cfg.callbacks,
     }
     return [note for note, holds in notes.items() if holds]
 
