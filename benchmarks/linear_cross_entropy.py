@@ -601,31 +601,34 @@ def main(arguments: list[str] | None = None) -> dict[str, list[Row]]:
     device = torch.device(options.device)
 
     results: dict[str, list[Row]] = {}
+    memory: dict[str, list[tuple[int, float]]] = {}
+    command = "python benchmarks/linear_cross_entropy.py " + shlex.join(arguments or sys.argv[1:])
+    about = {"command": command, "machine": machine(device)}
+
+    def store() -> None:
+        if options.out:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            shapes = {name: [record(row) for row in rows] for name, rows in results.items()}
+            found = json.dumps({**about, "shapes": shapes, "memory": memory}, indent=1)
+            options.out.with_suffix(".json").write_text(found)
+
     for name in options.shapes:
         made = (tail_inputs if options.tail else inputs)(SHAPES[name], device)
         results[name] = measure(name, made, options.providers, options.turns, options.graphs)
+        store()  # A run that ends early keeps what it has measured.
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if options.head:
         for name, tensors in torch.load(options.head, map_location=device).items():
             results[name] = measure(name, tensors, options.providers, options.turns, options.graphs)
-    memory = {}
     if options.memory_tokens:
         grown = [p for p in ("standard", "torch_compile", "cce", "chunked") if p in options.providers]
-        memory = memory_over_tokens(device, grown, options.memory_tokens)
+        memory |= memory_over_tokens(device, grown, options.memory_tokens)
         for name, points in memory.items():
             print(f"memory over tokens, {name}:", *(f"{n}: {mib:.0f} MiB" for n, mib in points), sep="  ")
+    store()
     if options.out:
-        command = "python benchmarks/linear_cross_entropy.py " + shlex.join(arguments or sys.argv[1:])
-        about = {"command": command, "machine": machine(device)}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        everything = {
-            **about,
-            "shapes": {n: [record(r) for r in rows] for n, rows in results.items()},
-            "memory": memory,
-        }
-        options.out.with_suffix(".json").write_text(json.dumps(everything, indent=1))
         lines = [f"`{command}`  ", ", ".join(f"{k} {v}" for k, v in about["machine"].items())]
         for name, rows in results.items():
             lines += ["", f"**{name}**", "", *table(rows)]

@@ -41,7 +41,7 @@ def layer_of(weight: Tensor, kind: str) -> nn.Module:
         layers = import_module("bitsandbytes.nn")
         packed = layers.Linear4bit(*reversed(weight.shape), bias=False, quant_type=kind)
         packed.load_state_dict({"weight": weight.cpu()})
-        return packed.to(weight.device)  # which quantises
+        return packed.to(weight.device)  # It is quantised there.
     if kind == "float8":
         from transformers.integrations.finegrained_fp8 import FP8Linear
 

@@ -90,13 +90,14 @@ def head() -> str:
     runs, trained, other = stored("head"), stored("trained_head"), stored("other_paths")
     odd_run, tail_run, sizes_run = stored("head_odd"), stored("head_tail"), stored("chunk_rows")
     peers = {"trained": stored("head_peers"), "long tail": stored("head_peers_tail")}
+    quack = {inputs: {n: by_name(r) for n, r in of.items()} for inputs, of in stored("head_quack")["inputs"].items()}
     odd = {name: by_name(rows) for name, rows in odd_run["shapes"].items()}
     catalogues, scale = stored("catalogues"), stored("items_scale")
     shapes = {name: by_name(rows) for name, rows in (runs["shapes"] | catalogues["shapes"]).items()}
     shown = {key: name for key, name in HEADS.items() if key != "filtered"}
 
     def cost(row: dict[str, Any] | None) -> str:
-        if not row or row["note"]:
+        if not row or row.get("note"):
             return row["note"].partition(":")[0].replace("cannot run", "out of memory") if row else ""
         return pair(row["ms"], row["extra_mib"])
 
@@ -155,6 +156,22 @@ def head() -> str:
                 ]
                 for inputs, run in peers.items()
                 for name, of in ((name, by_name(rows)) for name, rows in run["shapes"].items())
+            ],
+        ),
+        "### Beside quack 0.6.5\n",
+        "Another run: time and memory, forward alone in ms (as in evaluation), errors. quack does not run the first "
+        "shape above (an epilogue's operand is ambiguous), nor an odd V (its kernel does not compile).\n",
+        table(
+            ["N, D, V", "inputs", "chunked", "forward", "", "quack", "forward", "", "torch.compile", "forward"],
+            [
+                [
+                    *(SHAPES[name], inputs, cost(of["chunked"]), number(of["chunked"]["forward_ms"], ".2f")),
+                    *(errors(of["chunked"]), cost(of["quack"]), number(of["quack"]["forward_ms"], ".2f")),
+                    *(errors(of["quack"]), cost(of["torch_compile"])),
+                    number(of["torch_compile"]["forward_ms"], ".2f"),
+                ]
+                for inputs, shapes_of in quack.items()
+                for name, of in shapes_of.items()
             ],
         ),
         "## Rows of a chunk\n",

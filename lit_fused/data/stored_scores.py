@@ -97,8 +97,10 @@ class ScoreWriter:
         kinds = {name: kind for name, (kind, *_) in header.columns.items()}
         lists = [pa.field(name, kind if pa.types.is_binary(kind) else pa.list_(kind)) for name, kind in kinds.items()]
         schema = pa.schema([pa.field("fingerprint", pa.uint32()), *lists], {_KEY: json.dumps(asdict(header))})
-        checked: Any = {"write_page_checksum": True}
-        with written_whole(Path(path)) as partial, pq.ParquetWriter(partial, schema, **checked) as file:
+        # Hidden states are as long once compressed, and no two rows have the same.
+        plain = {} if header.width is None else {"compression": "none", "use_dictionary": False}
+        options: Any = {"write_page_checksum": True, **plain}
+        with written_whole(Path(path)) as partial, pq.ParquetWriter(partial, schema, **options) as file:
             yield cls(header, file)
 
     def add(self, row: Mapping[str, Tensor], scores: Sequence[Tensor]) -> None:
@@ -175,10 +177,11 @@ class StoredScores:
                 width, dtype = (self.header.width,), getattr(torch, self.header.dtype)
             numbers = torch.full((len(places), *width), SCORES.get(name, 0.0), dtype=dtype)
             if self.header.width is None:
-                numbers[places] = torch.tensor(values[column][0].values.to_numpy(), dtype=dtype).view(-1, *width)
-            elif places.any():
-                stored = bytearray(values[column][0].as_py())  # PyTorch warns of memory that it cannot write to.
-                numbers[places] = torch.frombuffer(stored, dtype=dtype).view(-1, *width)
+                stored = torch.tensor(values[column][0].values.to_numpy(), dtype=dtype)
+            else:
+                memory = values[column][0].as_buffer()
+                stored = torch.from_dlpack(pa.Array.from_buffers(pa.uint8(), memory.size, [None, memory])).view(dtype)
+            numbers.index_copy_(0, places.nonzero().squeeze(1), stored.view(-1, *width))
             found[name] = numbers
         if "other_input_ids" in row and self.header.k is None:
             own = found["reference_log_prob"]
