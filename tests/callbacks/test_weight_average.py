@@ -1,6 +1,5 @@
 """WeightAverage: the average is what the formula says, is used where it should be, and survives a resume."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,32 +45,8 @@ def average_of(steps: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return average
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_close(found: Any, expected: dict[str, Tensor]) -> None:
     assert relative_error(found, expected) <= 1e-6
-
-
-def exported_to(folder: Path) -> dict[str, Tensor]:
-    return dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
-
-
-def fit(
-    folder: Path, epochs: int, optimizer: Any = None, ckpt_path: str | None = None, **options: Any
-) -> tuple[FusedCausalLMModule, Weights, L.Trainer]:
-    module, seen = FusedCausalLMModule(tiny_llama(), None, optimizer, get_constant_schedule), Weights()
-    callbacks = [WeightAverage(DECAY), seen, *options.pop("callbacks", [])]
-    trainer = quiet_trainer(folder, max_epochs=epochs, accumulate_grad_batches=2, callbacks=callbacks, **options)
-    trainer.fit(module, loader(ragged_batches(4)), loader(ragged_batches(1)), ckpt_path=ckpt_path)
-    return module, seen, trainer
-
-
-@pytest.mark.parametrize("optimizer", [None, partial(torch.optim.SGD, lr=0.1)])
-def test_the_average_is_the_formulas_and_what_validation_export_and_module_use(tmp_path, optimizer):
-    module, seen, trainer = fit(tmp_path, 2, optimizer, callbacks=[ExportPretrained(tmp_path / "exported")])
-    assert len(seen.steps) == 4
-    assert_close(seen.validated[0], average_of(seen.steps[:2]))
-    assert_close(seen.validated[1], average_of(seen.steps))
-    assert_close(weights_of(trainer, module), average_of(seen.steps))
-    assert_close(exported_to(tmp_path / "exported"), average_of(seen.steps))
 
 
 def test_the_average_is_of_weights_that_come_late(tmp_path):
@@ -107,35 +82,39 @@ MOVES = {
     "pp": ["pp-2>pp", "auto-1>pp", "pp-2>auto"],
     "pp_fsdp2": ["pp_fsdp2-4>pp_fsdp2", "auto-1>pp_fsdp2"],
 }
-
-
 CASES = [pytest.param(name, marks=[pytest.mark.slow] if name != "context" else []) for name in MOVES]
 
 
 @pytest.mark.parametrize("strategy", CASES)
-def test_ranks_that_share_the_weights_have_the_average_of_one_process_and_go_on_from_any_checkpoint(strategy, tmp_path):
-    here = at_once("auto", tmp_path)
+def test_the_average_is_that_of_the_formula_and_of_one_process_and_goes_on_from_any_checkpoint(strategy, tmp_path):
     ranks = 4 if strategy == "pp_fsdp2" else 2
-    found = each(at_once, ranks, [strategy], tmp_path)[strategy]
-    expected = average_of(found["steps"])
-    assert relative_error(found["steps"][-1], expected) > 1e-3
-    for weights in (found["average"], found["validated"][-1], exported_to(tmp_path / strategy)):
-        assert_close(weights, expected)
-    assert_close(found["validated"][0], average_of(found["steps"][:2]))
-    saved = read_weights(tmp_path / f"{strategy}-{ranks}.ckpt")
-    expected = average_of(found["steps"][:4])
-    expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
-    assert_close({name.removeprefix("model.backbone."): p for name, p in saved.items()}, expected)
-    moved = [go_on(item, tmp_path) for item in MOVES[strategy] if item.endswith(">auto")]
-    moved += each(go_on, ranks, [item for item in MOVES[strategy] if not item.endswith(">auto")], tmp_path).values()
-    for average in (found["average"], *moved):
-        assert relative_error(average, here["average"]) <= 1e-5
+    runs = {"auto-1": at_once("auto", tmp_path)}
+    runs[f"{strategy}-{ranks}"] = each(at_once, ranks, [strategy], tmp_path)[strategy]
+    for name, run in runs.items():
+        steps, (first, *_, last) = run["steps"], run["validated"]
+        assert relative_error(steps[-1], average_of(steps)) > 1e-3
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / name.partition("-")[0])
+        saved = read_weights(tmp_path / f"{name}.ckpt")
+        of_backbone = {key.removeprefix("model.backbone."): p for key, p in saved.items()}
+        assert torch.equal(of_backbone.pop("lm_head.weight"), of_backbone["model.embed_tokens.weight"])
+        assert_close(first, average_of(steps[:2]))
+        assert_close(of_backbone, average_of(steps[:4]))
+        for weights in (last, run["average"], dict(exported.named_parameters())):
+            assert_close(weights, average_of(steps))
+    here = [item for item in MOVES[strategy] if item.endswith(">auto")]
+    moved = each(go_on, ranks, [item for item in MOVES[strategy] if item not in here], tmp_path).values()
+    for average in (run["average"], *moved, *(go_on(item, tmp_path) for item in here)):
+        assert relative_error(average, runs["auto-1"]["average"]) <= 1e-5
 
 
 def test_an_average_in_half_precision_or_without_a_place_in_checkpoints_is_refused(tmp_path):
+    def fit(**options: Any) -> None:
+        trainer = quiet_trainer(tmp_path, max_steps=1, callbacks=[WeightAverage(DECAY)], **options)
+        trainer.fit(FusedCausalLMModule(tiny_llama()), loader(ragged_batches(1)))
+
     with pytest.raises(UserError, match=r"ModelParallelStrategy have no place for an average.*FSDP2Strategy\(\)"):
-        fit(tmp_path, 1, strategy=ModelParallelStrategy())
+        fit(strategy=ModelParallelStrategy())
     with pytest.raises(UserError, match=r"weights in bf16-true would lose.*bf16-mixed"):
-        fit(tmp_path, 1, precision="bf16-true")
+        fit(precision="bf16-true")
     with pytest.raises(UserError, match=r"decay.*\(0, 1\), got 1"):
         WeightAverage(1)
