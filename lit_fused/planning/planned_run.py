@@ -94,15 +94,20 @@ class Plan(PlannedStep):
             low, high = (size, high) if peaks[size] <= usable else (low, size)
         return low
 
+    def lines(self) -> Iterator[str]:
+        """Yield the parts of the table, the last ones when the planner has found what fits."""
+        yield super().__str__()
+        yield f"peak {self.peak / _GIB:.3f} GiB"
+        if self.device_gib is None:
+            return
+        yield f"of {self.device_gib:.1f} GiB: {'fits' if self.fits else 'does not fit'}"
+        if self.predict is not None:
+            most, rows = (f"{n} row{'s' * (n != 1)}" for n in (self.largest_batch_size, self.batch_size))
+            yield f"the largest batch: {most} of {self.sequence_length:,} tokens"
+            yield f"the longest sequence: {self.longest_sequence:,} tokens in {rows}"
+
     def __str__(self) -> str:
-        lines = [super().__str__(), f"peak {self.peak / _GIB:.3f} GiB"]
-        if self.device_gib is not None:
-            lines.append(f"of {self.device_gib:.1f} GiB: {'fits' if self.fits else 'does not fit'}")
-            if self.predict is not None:
-                most, rows = (f"{n} row{'s' * (n != 1)}" for n in (self.largest_batch_size, self.batch_size))
-                lines.append(f"the largest batch: {most} of {self.sequence_length:,} tokens")
-                lines.append(f"the longest sequence: {self.longest_sequence:,} tokens in {rows}")
-        return "\n".join(lines)
+        return "\n".join(self.lines())
 
 
 def plan(

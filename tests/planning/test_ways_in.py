@@ -1,6 +1,7 @@
 """``lit_fused.plan`` of Lightning's trainer, of transformers' arguments and of TRL's: the numbers of ``mode=plan``."""
 
 import warnings
+from itertools import islice
 from typing import Any
 
 import lightning as L
@@ -119,6 +120,14 @@ def test_label_smoothing_of_the_arguments_is_planned_with_the_logits_that_the_tr
     more = {phase: smoothed[phase].total() - fused[phase].total() for phase in ("forward", "backward")}
     assert 2 * of_logits < more["forward"] < 4 * of_logits
     assert 2 * of_logits < more["backward"] < 6 * of_logits
+
+
+def test_a_plan_is_said_before_the_planner_looks_for_what_fits():
+    found = lit_fused.plan(PlanOptions(), model(), batch_size=ROWS, sequence_length=TOKENS, memory_gib=1)
+    found.predict = lambda rows, length: pytest.fail("not yet")
+    table, *_, fits = islice(found.lines(), 3)
+    assert "weights" in table
+    assert fits == "of 1.0 GiB: fits"
 
 
 @pytest.mark.slow

@@ -30,7 +30,9 @@ def plan(cfg: DictConfig) -> None:
     predicted = _predicted(cfg, options)
     result = _result(cfg, options, predicted)
     shape = f"{result['batch_size']} x {result['block_size']} tokens, {result['precision']}, {result['strategy']}"
-    print(f"Planned peak memory of a GPU: {shape}", predicted, sep="\n")
+    print(f"Planned peak memory of a GPU: {shape}")
+    for line in predicted.lines():  # What fits takes a long model minutes to find.
+        print(line, flush=True)
     if predicted.device_gib is not None:
         result |= {"device_gib": predicted.device_gib, "usable_gib": predicted.usable_gib, "fits": predicted.fits}
         result |= {"largest_batch_size": predicted.largest_batch_size, "longest_block_size": predicted.longest_sequence}
