@@ -81,7 +81,7 @@ def run(cfg: DictConfig) -> float | None:
             record_failure(folder / "error.txt", error)
         if isinstance(error, UserError):
             if not first:  # The first rank mostly says the same, and this process ends with it.
-                time.sleep(5)
+                time.sleep(15)
             raise CompactHydraException(str(error)) from error  # Hydra prints this class as its message alone
         if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
             said = error.code if isinstance(error, SystemExit) and isinstance(error.code, str) else "Stopped by Ctrl-C"
