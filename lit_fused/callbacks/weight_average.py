@@ -4,13 +4,12 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from lit_fused.errors import UserError, check_number
-from lit_fused.parallel.checkpoint import WEIGHTS_BESIDE_AVERAGE, FolderCheckpoints
+from lit_fused.parallel.checkpoint import WEIGHTS_BESIDE_AVERAGE, check_place_for_average
 from lit_fused.parallel.collectives import local
 
 
@@ -32,11 +31,7 @@ class WeightAverage(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        if isinstance(trainer.strategy, ModelParallelStrategy) and not isinstance(trainer.strategy, FolderCheckpoints):
-            raise UserError(
-                "checkpoints of Lightning's ModelParallelStrategy have no place for an average of the weights; choose "
-                "lit_fused.parallel.FSDP2Strategy(), which is one with others"
-            )
+        check_place_for_average(trainer.strategy)
         if str(trainer.precision).endswith("16-true"):
             raise UserError(
                 f"an average of weights in {trainer.precision} would lose most of its updates to rounding; choose "
