@@ -11,6 +11,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from lit_fused.errors import UserError, check_number
 from lit_fused.parallel.checkpoint import WEIGHTS_BESIDE_AVERAGE, check_place_for_average
 from lit_fused.parallel.collectives import local
+from lit_fused.parallel.placement import reshard
 
 
 class WeightAverage(L.Callback):
@@ -64,7 +65,7 @@ class WeightAverage(L.Callback):
     @torch.no_grad()
     def _exchange(self, module: L.LightningModule) -> None:
         """Exchange the numbers of the parameters and those beside them, in place."""
-        module.state_dict()  # FSDP2 frees what a forward has gathered, and gathers the new numbers for the next one.
+        reshard(module)  # FSDP2 may have left weights gathered; the next forward gathers the new numbers.
         for p, other in self._others.items():
             numbers = local(p).clone()
             local(p).copy_(local(other))

@@ -165,8 +165,7 @@ def check_same_model(theirs: Mapping[str, tuple[int, ...]], ours: Mapping[str, t
 def check_place_for_average(strategy: Strategy) -> None:
     """Raise UserError if a strategy's checkpoints hold one set of weights alone."""
     if isinstance(strategy, ModelParallelStrategy) and not isinstance(strategy, FolderCheckpoints):
-        what = "checkpoints of Lightning's ModelParallelStrategy have no place for an average of the weights"
-        raise UserError(f"{what}; choose lit_fused.parallel.FSDP2Strategy(), which is one with others")
+        raise UserError("Lightning's ModelParallelStrategy saves no average; choose lit_fused.parallel.FSDP2Strategy()")
 
 
 def _resumable(states: list[Any] | None) -> list[Any]:

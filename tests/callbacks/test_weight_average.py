@@ -113,7 +113,7 @@ def test_an_average_in_half_precision_or_without_a_place_in_checkpoints_is_refus
         trainer = quiet_trainer(tmp_path, max_steps=1, callbacks=[WeightAverage(DECAY)], **options)
         trainer.fit(FusedCausalLMModule(tiny_llama()), loader(ragged_batches(1)))
 
-    with pytest.raises(UserError, match=r"ModelParallelStrategy have no place for an average.*FSDP2Strategy\(\)"):
+    with pytest.raises(UserError, match=r"ModelParallelStrategy saves no average; choose .*FSDP2Strategy\(\)"):
         fit(strategy=ModelParallelStrategy())
     with pytest.raises(UserError, match=r"weights in bf16-true would lose.*bf16-mixed"):
         fit(precision="bf16-true")
