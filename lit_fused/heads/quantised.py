@@ -114,7 +114,7 @@ def _rows_of_float8(layer: Any, dtype: torch.dtype) -> Callable[[slice], Tensor]
         if block is None:  # One scale is of all numbers, else of a block of rows and columns.
             return part.mul_(scale)
         factor = scale[torch.arange(of.start, of.stop, device=scale.device) // block[0]]
-        if part.shape[1] % block[1]:
+        if part.shape[1] % block[1]:  # A row's last block is smaller. Else no scale is copied for each number.
             return part.mul_(factor.repeat_interleave(block[1], 1)[:, : part.shape[1]])
         part.unflatten(1, (-1, block[1])).mul_(factor.unsqueeze(-1))
         return part
