@@ -159,8 +159,9 @@ def head() -> str:
             ],
         ),
         "### Beside quack 0.6.5\n",
-        "Another run: time and memory, forward alone in ms (as in evaluation), errors. quack does not run the first "
-        "shape above (an epilogue's operand is ambiguous), nor an odd V (its kernel does not compile).\n",
+        "Another run, read from what it printed: time and memory, forward alone in ms (as in evaluation), errors. "
+        "quack does not run the first shape above (an epilogue's operand is ambiguous), nor an odd V (its kernel does "
+        "not compile).\n",
         table(
             ["N, D, V", "inputs", "chunked", "forward", "", "quack", "forward", "", "torch.compile", "forward"],
             [
