@@ -4,16 +4,18 @@
     torchrun --nproc-per-node 2 benchmarks/vocabulary_parallel.py --tokens 256 --shapes 64x1000 --repeats 1   # on a CPU
     torchrun --nproc-per-node 8 benchmarks/vocabulary_parallel.py --own-tokens --shapes 8192x5376x262144
 
-For a comparison with Liger's: ``--shapes 8192x4096x128256 4096x2048x151936 16384x4096x262144``.
+For a comparison with Liger's: ``--shapes 8192x4096x128256 4096x2048x151936 16384x4096x262144``, and ``--scores``.
 
-Forward and backward of the summed loss in bfloat16. Before a shape is timed, the divided head's gradients have to be as
-close to the whole head's as two roundings to bfloat16 allow.
+Forward and backward in bfloat16 of the summed loss, or, with ``--scores``, of the tokens' log-probabilities and
+entropies, as policies need them. Before a shape is timed, the divided head's gradients have to be as close to the whole
+head's as two roundings to bfloat16 allow.
 
 Without ``--own-tokens``, ranks have the same tokens, as under tensor parallelism. With it each has tokens of its own,
 as under FSDP2: the weight is gathered and its gradient reduced (``gather_head=True``), or the hidden states are.
 """
 
 import argparse
+import math
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,25 +28,26 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lit_fused.ops import linear_cross_entropy
+from lit_fused.ops import linear_cross_entropy, token_scores
 from lit_fused.ops.vocabulary_parallel import VocabularyShard
 
 SHAPES = ["1024x151936", "2048x151936", "2304x256000"]  # hidden size x vocabulary, perhaps after the tokens of a rank
 TOLERANCE = 2**-6  # relative, in the Euclidean norm
+ENTROPY_WEIGHT = 0.1
 Step = Callable[[], Sequence[Tensor]]  # returns the gradients of hidden states and weight
 
 
 def inputs(
     tokens: int, hidden_size: int, vocabulary: int, device: torch.device, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states that know their targets, the weight, and targets of which every seventh is ignored. ``seed`` is
-    that of the tokens."""
+    """Hidden states that give their targets a probability of about one half, the weight, and targets of which every
+    seventh is ignored. ``seed`` is that of the tokens."""
     generator = torch.Generator(device).manual_seed(0)
     weight = torch.randn(vocabulary, hidden_size, device=device, generator=generator) / hidden_size**0.5
     generator.manual_seed(1 + seed)
     hidden = torch.randn(tokens, hidden_size, device=device, generator=generator)
     targets = torch.randint(vocabulary, (tokens,), device=device, generator=generator)
-    hidden += hidden_size**0.5 * weight[targets]
+    hidden += (math.log(vocabulary) + 0.5) * weight[targets]  # Other entries' exponentials have a mean of exp(0.5).
     targets[::7] = -100
     return hidden.bfloat16(), weight.bfloat16(), targets
 
@@ -53,18 +56,24 @@ def leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_()
 
 
-def step_of(hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabularyShard | None) -> Step:
+def step_of(hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabularyShard | None, scores: bool) -> Step:
     hidden, weight = leaf(hidden), leaf(weight)
 
     def step() -> Sequence[Tensor]:
-        loss, _ = linear_cross_entropy(hidden, weight, targets, reduction="sum", shard=shard)
+        if scores:
+            of_tokens = token_scores(hidden, weight, targets, shard=shard)
+            assert of_tokens.entropy is not None
+            loss = -of_tokens.log_prob.sum() - ENTROPY_WEIGHT * of_tokens.entropy.sum()
+        else:
+            loss, _ = linear_cross_entropy(hidden, weight, targets, reduction="sum", shard=shard)
         return torch.autograd.grad(loss, (hidden, weight))
 
     return step
 
 
-def liger_step(hidden: Tensor, weight: Tensor, targets: Tensor, group: Any) -> Step | str:
-    """Return a step of Liger's tensor-parallel head, or why there is none."""
+def liger_step(hidden: Tensor, weight: Tensor, targets: Tensor, group: Any, scores: bool) -> Step | str:
+    """Return a step of Liger's tensor-parallel head, or why there is none. Without NVSHMEM it is the one that Liger has
+    for any card."""
     ranks = dist.get_world_size(group)
     if not hidden.is_cuda:
         return "needs GPUs"
@@ -79,8 +88,9 @@ def liger_step(hidden: Tensor, weight: Tensor, targets: Tensor, group: Any) -> S
     hidden, weight = leaf(hidden), leaf(weight)
 
     def step() -> Sequence[Tensor]:
-        loss: Any = Head.apply(hidden, weight, targets, group)
-        return torch.autograd.grad(loss.sum(), (hidden, weight))
+        found: Any = Head.apply(hidden, weight, targets, group, return_entropy=scores)
+        loss = found[0].sum() - ENTROPY_WEIGHT * found[1].sum() if scores else found.sum()
+        return torch.autograd.grad(loss, (hidden, weight))
 
     return step
 
@@ -156,6 +166,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="of a rank, for shapes without them")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="hidden size x vocabulary, or tokens x both")
     parser.add_argument("--own-tokens", action="store_true", help="ranks have different tokens, as under FSDP2")
+    parser.add_argument("--scores", action="store_true", help="log-probabilities and entropies, under the same tokens")
     parser.add_argument("--repeats", type=int, default=10)
     arguments = parser.parse_args()
 
@@ -169,8 +180,9 @@ def main() -> None:
         print(f"| N x D x V on each of {ranks} | weight gathered, ms | GiB | rows kept, ms | GiB |")
         print("|---|---:|---:|---:|---:|")
     elif rank == 0:
-        print(f"| N x D x V | one device, ms | {ranks} devices, ms | of 1 / {ranks} of the time | Liger, ms |")
-        print("|---|---:|---:|---:|---:|")
+        share = f"of 1 / {ranks} of the time"
+        print(f"| N x D x V | one device, ms | GiB | {ranks} devices, ms | GiB | {share} | Liger, ms | GiB |")
+        print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for shape in arguments.shapes:
         tokens, hidden_size, vocabulary = [arguments.tokens, *map(int, shape.split("x"))][-3:]
         hidden, weight, targets = inputs(
@@ -180,7 +192,7 @@ def main() -> None:
         start = min(rank * size, vocabulary)
         shard = VocabularyShard(start, vocabulary, size, group, tokens_differ=arguments.own_tokens)
         rows = slice(start, start + size)
-        divided = step_of(hidden, weight[rows], targets, shard)
+        divided = step_of(hidden, weight[rows], targets, shard, arguments.scores)
         time = partial(measured, repeats=arguments.repeats, device=device)
         name = f"{tokens} x {hidden_size} x {vocabulary}"
         if arguments.own_tokens:
@@ -191,18 +203,19 @@ def main() -> None:
             if rank == 0:
                 print(f"| {name} | {ms:.1f} | {gib:.2f} | {own_ms:.1f} | {own_gib:.2f} |", flush=True)
             continue
-        whole = step_of(hidden, weight, targets, None)
+        whole = step_of(hidden, weight, targets, None, arguments.scores)
         of_hidden, of_weight = whole()
         expected = of_hidden, of_weight[rows]
         check(divided(), expected, "the divided head")
-        liger = liger_step(hidden, weight[rows], targets, group)
+        liger = liger_step(hidden, weight[rows], targets, group, arguments.scores)
         if callable(liger) and not (worst := error(liger(), expected)) <= TOLERANCE:
             liger = f"wrong gradients: {worst:.0e}"
         del of_hidden, of_weight, expected
-        (ms, _), (divided_ms, _) = time(whole), time(divided)
-        of_liger = f"{time(liger)[0]:.1f}" if callable(liger) else liger
+        (ms, gib), (own_ms, own_gib) = time(whole), time(divided)
+        of_liger = "{:.1f} | {:.2f}".format(*time(liger)) if callable(liger) else f"{liger} |"
         if rank == 0:
-            print(f"| {name} | {ms:.1f} | {divided_ms:.1f} | {ms / divided_ms / ranks:.0%} | {of_liger} |", flush=True)
+            ours = f"{ms:.1f} | {gib:.2f} | {own_ms:.1f} | {own_gib:.2f} | {ms / own_ms / ranks:.0%}"
+            print(f"| {name} | {ours} | {of_liger} |", flush=True)
     dist.destroy_process_group()
 
 

@@ -167,8 +167,9 @@ def test_the_curve_of_a_filter_has_errors_that_fall_with_eps_and_rise_without_th
 @pytest.mark.slow
 def test_the_divided_head_is_checked_and_timed_against_the_whole_and_the_gathered_one():
     script, size = BENCHMARKS / "vocabulary_parallel.py", ["--tokens", 256, "--shapes", "64x1001", "--repeats", 1]
-    printed = run(script, 2, *size, timeout=100)
-    assert re.search(r"^\| 256 x 64 x 1001( \| [\d.]+){2} \| \d+% \| needs GPUs \|$", printed, re.MULTILINE)
+    for scores in ([], ["--scores"]):
+        printed = run(script, 2, *size, *scores, timeout=100)
+        assert re.search(r"^\| 256 x 64 x 1001( \| [\d.]+){4} \| \d+% \| needs GPUs \| \|$", printed, re.MULTILINE)
     printed = run(script, 2, *size, "--own-tokens", timeout=100)
     assert re.search(r"^\| 256 x 64 x 1001( \| [\d.]+){4} \|$", printed, re.MULTILINE)
 
