@@ -94,6 +94,7 @@ class BatchLoader:
 
     Args:
         dataset: A map-style dataset whose samples are dicts with "labels", tensors or lists.
+        pin_memory: Batches lie in pinned memory, from where a GPU fetches them beside its computation.
         position: Returns the epoch and the batch that a pass begins with, when it begins. None: one pass is one epoch.
         order: See :class:`BatchOrder`.
     """
@@ -105,6 +106,7 @@ class BatchLoader:
         *,
         collate_fn: Collate | None = None,
         num_workers: int = 0,
+        pin_memory: bool = False,
         position: Callable[[], tuple[int, int]] | None = None,
         **order: Any,
     ) -> None:
@@ -117,6 +119,7 @@ class BatchLoader:
             collate_fn=collate_fn,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
+            pin_memory=pin_memory,
             generator=torch.Generator(),  # Each pass draws a number, which must not come from the global generator.
         )
 
@@ -181,6 +184,7 @@ class BatchDataModule(L.LightningDataModule):
         """Return a loader of all samples in their order, or as ``options`` of :class:`BatchLoader` say."""
         if self.trainer is not None:
             options |= self.trainer.distributed_sampler_kwargs or {}  # num_replicas and rank
+            options["pin_memory"] = self.trainer.strategy.root_device.type == "cuda"
         return BatchLoader(dataset, self.batch_size, collate_fn=collate_fn, num_workers=self.num_workers, **options)
 
     def test_dataloader(self) -> Any:

@@ -6,6 +6,7 @@ from composed import composed
 from data_modules import ready, text_data
 from datasets import Dataset
 from hydra.utils import instantiate
+from lightning import Trainer
 from omegaconf import OmegaConf
 
 from lit_fused.app.config import check_config
@@ -46,6 +47,15 @@ def test_the_last_smaller_training_batch_is_dropped_unless_it_is_the_only_one(co
     assert sizes == [num_blocks - 1]
     sizes = [len(batch["labels"]) for batch in prepared(corpus, batch_size=num_blocks + 1).train_dataloader()]
     assert sizes == [num_blocks]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("accelerator", "pinned"), [("gpu", True), ("cpu", False)])
+def test_batches_lie_in_pinned_memory_where_a_gpu_trains_on_them(corpus, accelerator, pinned):
+    data = prepared(corpus)
+    data.trainer = Trainer(accelerator=accelerator, devices=1, logger=False, enable_checkpointing=False)
+    for loader in (data.train_dataloader(), data.val_dataloader()):
+        assert next(iter(loader))["input_ids"].is_pinned() == pinned
 
 
 # --- synthetic ---------------------------------------------------------------------------------------------------
