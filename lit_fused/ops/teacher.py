@@ -167,9 +167,13 @@ class DistilledPath(LogitsPath):
         summed = LogitsSums(inputs, call, self.kernels) if gradients else None
         if factor_N is None:
             factor_N = torch.ones(tokens, dtype=call.result_dtype, device=device)
+        in_one_pass = gradients and self.loss.divergence == "forward_kl"
         for rows, pair, of_teacher in self._pairs(inputs, results, call):
             of_rows = sums.of(rows)
-            self.divergence_rows.write_sums(pair, of_rows)
+            if in_one_pass:
+                self.divergence_rows.write_gradient(pair, of_rows, factor_N[rows])
+            else:
+                self.divergence_rows.write_sums(pair, of_rows)
             if call.shard is not None:
                 of_all = torch.stack(of_rows)
                 dist.all_reduce(of_all, group=call.shard.group)
@@ -178,7 +182,8 @@ class DistilledPath(LogitsPath):
             of_rows.average_()
             teacher_nll += of_teacher.nll.sum()
             if summed is not None:
-                self.divergence_rows.write_gradient(pair, of_rows, factor_N[rows])
+                if not in_one_pass:
+                    self.divergence_rows.write_gradient(pair, of_rows, factor_N[rows])
                 summed.add(rows, pair.student.products_CV)
         weights = self.loss.cross_entropy_weight, self.loss.divergence_weight
         results.loss.copy_(weights[0] * results.nll + weights[1] * sums.divergence)

@@ -235,10 +235,11 @@ def test_nothing_depends_on_torchs_default_dtype(way, recompute, kernels_on_cpu,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [*WAYS, "hopper in groups", "narrow in shorter sums"])
+@pytest.mark.parametrize("way", [*WAYS, "hopper in groups", "narrow in shorter sums", "logits in shorter blocks"])
 def test_rows_far_beyond_the_estimate_of_their_size_are_exact_too(way, kernels_on_cpu, monkeypatch):
-    """The shift of ``hopper`` is the target's logit: here some exceed it by hundreds of nats, in some tiles. Of a large
-    vocabulary tiles are joined in groups, and sums end after some entries: the last parts have none."""
+    """The shift of ``hopper`` is the target's logit: here some exceed it by hundreds of nats, in some tiles; that of
+    ``logits`` is the largest of the first block. Of a large vocabulary tiles are joined in groups, and sums end after
+    some entries: the last parts have none."""
     if way == "hopper in groups":
         from lit_fused.ops.hopper import hopper_kernels
 
@@ -250,6 +251,11 @@ def test_rows_far_beyond_the_estimate_of_their_size_are_exact_too(way, kernels_o
     if way == "narrow in shorter sums":
         way = "narrow"
         monkeypatch.setattr(narrow_path, "LONGEST_SUM", 100)
+    if way == "logits in shorter blocks":
+        from lit_fused.ops.logits import rows_triton
+
+        way = "logits"
+        monkeypatch.setattr(rows_triton, "_MAX_BLOCK", 16)
     tensors, targets, _ = case("plain", way)
     with torch.no_grad():
         tensors[0][::7] *= 20

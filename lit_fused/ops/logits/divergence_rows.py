@@ -10,8 +10,8 @@ divergences of a row and their gradients are
                  + (1 - beta) sum p (log p - log m)                    K = sum p (log p - log m)
 
 with m = beta q + (1 - beta) p: Hinton et al. (arXiv:1503.02531), Gu et al. (MiniLLM, arXiv:2306.08543) and Agarwal et
-al. (GKD, arXiv:2306.13649, equation 1). The sums over a row are needed before its gradient, so that there are two
-passes, between which ranks that divide the vocabulary add up their sums.
+al. (GKD, arXiv:2306.13649, equation 1). A gradient that needs K, a sum over the row, is a second pass, before which
+ranks that divide the vocabulary add up their sums; forward KL has one pass.
 
 C rows of a chunk, V vocabulary, or a rank's part of it.
 """
@@ -118,7 +118,8 @@ class DivergenceRows:
                 sums_C.copy_(found_C.where(valid, 0))
 
     def write_gradient(self, pair: Pair, sums: RowSums, factor_C: Tensor) -> None:
-        """Overwrite the student's products by the gradient of ``(loss * factor_C).sum()``, zero where ignored."""
+        """Overwrite the student's products by the gradient of ``(loss * factor_C).sum()``, zero where ignored; and
+        write forward KL's divergence, for which ``write_sums`` is not needed."""
         chunk, loss = pair.student, pair.loss
         for tile in tiles(chunk.products_CV):
             logits, log_p, log_q = _logarithms(pair, tile, sums.center.dtype)
@@ -126,7 +127,9 @@ class DivergenceRows:
             valid_C1 = (targets_C >= 0)[:, None]
             factor_C1 = factor_C[tile, None]
             if loss.divergence == "forward_kl":
-                gradient = log_p.exp().sub_(log_q.exp())
+                q = log_q.exp()
+                sums.divergence[tile] = torch.linalg.vecdot(q, log_q - log_p).where(targets_C >= 0, 0)
+                gradient = log_p.exp().sub_(q)
             else:
                 gradient = log_p - _log_mixture(log_p, log_q, loss)
                 gradient.sub_(sums.center[tile, None]).mul_(log_p.exp_())

@@ -25,7 +25,7 @@ class TritonDivergenceRows(DivergenceRows):
 
     def write_gradient(self, pair: Pair, sums: RowSums, factor_C: Tensor) -> None:
         weights = pair.loss.divergence_weight, pair.loss.cross_entropy_weight or None
-        numbers = pair.lse_C, sums.center, factor_C.contiguous()
+        numbers = pair.lse_C, sums.divergence, sums.center, factor_C.contiguous()
         _gradient_of_row[(len(pair.lse_C),)](*_arguments(pair), numbers, weights, **_constants(pair))
 
 
@@ -159,7 +159,7 @@ def _gradient_of_row(
 ):
     coldness, beta = of_loss
     student_lse, teacher_lse = lses
-    lse_in, center_in, factor_in = numbers
+    lse_in, divergence_out, center_in, factor_in = numbers
     divergence_weight, nll_weight = weights
     _, scale, softcap = head
     row = tl.program_id(0).to(tl.int64)
@@ -178,6 +178,7 @@ def _gradient_of_row(
         of_nll = factor
         if nll_weight is not None:
             of_nll *= nll_weight
+        of_q = tl.zeros((BLOCK,), tl.float32)
         end = end_of_vectors(width)
         for start in range(0, width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
@@ -191,6 +192,7 @@ def _gradient_of_row(
             p = tl.exp(log_p)
             q = tl.exp(log_q)
             if KIND == 0:
+                of_q += tl.where(inside, q * (log_q - log_p), 0.0)  # A row's padding may be anything.
                 gradient = share * (p - q)
             else:
                 above = log_p - log_q
@@ -203,3 +205,5 @@ def _gradient_of_row(
                 gradient *= 1 - (x / softcap) * (x / softcap)
             gradient = tl.where(inside, gradient * scale, 0.0)
             tl.store(products + row * stride + columns, gradient.to(own.dtype), mask=stored)
+        if KIND == 0:
+            tl.store(divergence_out + row, tl.sum(of_q, 0))

@@ -2,14 +2,16 @@
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportCallIssue=false
 """The row work of ``rows_torch`` as one kernel: from the logits of some tokens to losses and, in place, gradients.
 
-One program walks one row twice: the first time it keeps a running maximum and rescales its running sums whenever the
-maximum grows (the online softmax, arXiv:1805.02867), the second time it overwrites each product by its gradient. That
-is three passes over the chunk's memory, whatever the options. Rows whose target is negative are ignored: they read
-nothing, and their gradient is zero.
+One program walks one row twice: the first time it sums exponentials above the largest of the first logits, the second
+time it overwrites each product by its gradient. That is three passes over the chunk's memory, whatever the options; a
+row whose logits go far beyond the first ones is summed once more. A running maximum, whose growth rescales the sums
+(the online softmax, arXiv:1805.02867), takes two exponentials for each logit: TIMES. Rows whose target is negative are
+ignored: they read nothing, and their gradient is zero.
 
 C rows of a chunk, V vocabulary, or a rank's part of it. Offsets are 64-bit: C * V exceeds 2^31 soon.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ from .rows_torch import Chunk, TorchRows
 _MAX_BLOCK = 4096
 # This number stands for minus infinity; times a probability of zero it is zero.
 NEVER = tl.constexpr(-1e30)
+LOG2_E = tl.constexpr(math.log2(math.e))
+MAX_EXCESS = tl.constexpr(28.0)  # nats: sums of more would lose digits, and far beyond it overflow
 
 
 class TritonRows(TorchRows):
@@ -143,13 +147,13 @@ def write_zeros(row_products, vocabulary, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _sums_of_row(row_products, target, vocabulary, head, HAS_SMOOTHING, STATISTICS, TOP1, BLOCK: tl.constexpr):
-    """Largest logit m; sums of exp(x - m), exp(x - m) (x - m) and x; largest but the target's; m's first column."""
+def _sums_above(row_products, shift, target, vocabulary, head, HAS_SMOOTHING, STATISTICS, TOP1, BLOCK: tl.constexpr):
+    """Largest logit; sums of e = exp(x - shift), e (x - shift) and x; largest but the target's; first column of all."""
     maximum = tl.full((BLOCK,), NEVER, tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)  # of exp(x - maximum)
-    weighted = tl.zeros((BLOCK,), tl.float32)  # of exp(x - maximum) * (x - maximum): small beside x
-    plain = tl.zeros((BLOCK,), tl.float32)  # of x
-    rival = tl.full((BLOCK,), NEVER, tl.float32)  # the largest logit but the target's
+    total = tl.zeros((BLOCK,), tl.float32)
+    weighted = tl.zeros((BLOCK,), tl.float32)
+    plain = tl.zeros((BLOCK,), tl.float32)
+    rival = tl.full((BLOCK,), NEVER, tl.float32)
     place = tl.full((BLOCK,), 0, tl.int32)
     end = end_of_vectors(vocabulary)
     for start in range(0, vocabulary, BLOCK):
@@ -161,20 +165,35 @@ def _sums_of_row(row_products, target, vocabulary, head, HAS_SMOOTHING, STATISTI
         x = tl.where(inside, x, NEVER)
         if TOP1:
             place = tl.where(x > maximum, columns, place)
-        larger = tl.maximum(maximum, x)
-        grown = maximum - larger
-        shrink = tl.exp(grown)
-        e = tl.exp(x - larger)
+        maximum = tl.maximum(maximum, x)
+        e = tl.exp2((x - shift) * LOG2_E)
+        total += e
         if STATISTICS:
-            weighted = (weighted + total * grown) * shrink + e * (x - larger)
+            weighted += e * (x - shift)
             rival = tl.maximum(rival, tl.where(columns == target, NEVER, x))
-        total = total * shrink + e
-        maximum = larger
     top = tl.max(maximum, 0)
-    rescale = tl.exp(maximum - top)
-    weighted = (weighted + total * (maximum - top)) * rescale
     first = tl.min(tl.where(maximum == top, place, vocabulary), 0)
-    return top, tl.sum(total * rescale, 0), tl.sum(weighted, 0), tl.sum(plain, 0), tl.max(rival, 0), first
+    return top, tl.sum(total, 0), tl.sum(weighted, 0), tl.sum(plain, 0), tl.max(rival, 0), first
+
+
+@triton.jit
+def _sums_of_row(row_products, target, vocabulary, head, HAS_SMOOTHING, STATISTICS, TOP1, BLOCK: tl.constexpr):
+    """Largest logit m; sums of exp(x - m), exp(x - m) (x - m) and x; largest but the target's; m's first column."""
+    columns = tl.arange(0, BLOCK)
+    inside = columns < vocabulary
+    stored = columns < end_of_vectors(vocabulary)
+    x = logits_of(tl.load(row_products + columns, mask=stored, other=0.0), columns, inside, head)
+    shift = tl.max(tl.where(inside, x, NEVER), 0)
+    top, total, weighted, plain, rival, first = _sums_above(
+        row_products, shift, target, vocabulary, head, HAS_SMOOTHING, STATISTICS, TOP1, BLOCK
+    )
+    if top - shift > MAX_EXCESS:
+        shift = top
+        _, total, weighted, plain, rival, first = _sums_above(
+            row_products, shift, target, vocabulary, head, HAS_SMOOTHING, STATISTICS, TOP1, BLOCK
+        )
+    rescale = tl.exp2((shift - top) * LOG2_E)
+    return top, total * rescale, (weighted + total * (shift - top)) * rescale, plain, rival, first
 
 
 @triton.jit
