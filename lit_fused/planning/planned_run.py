@@ -65,33 +65,36 @@ class Plan(PlannedStep):
 
     @cached_property
     def largest_batch_size(self) -> int:
-        """The most rows of this length that fit. It runs the planner some times."""
+        """The most rows of this length that fit, to a 256th. It runs the planner some times."""
         predict, length = self.predict, self.sequence_length
         assert predict is not None
         return self._largest(lambda rows: predict(rows, length), self.batch_size, _MOST_ROWS)
 
     @cached_property
     def longest_sequence(self) -> int:
-        """The most tokens of a row, as many rows as planned, that fit and that the model has positions for."""
+        """The most tokens of a row, likewise, in as many rows as planned; no more than the model has positions for."""
         predict, rows, unit = self.predict, self.batch_size, 1 if self.sequence_length % _TOKENS else _TOKENS
         assert predict is not None
         most = max(self.positions, self.sequence_length) // unit
         return unit * self._largest(lambda units: predict(rows, units * unit), self.sequence_length // unit, most)
 
     def _largest(self, predict: Callable[[int], PlannedStep], size: int, most: int) -> int:
-        """Return the largest size whose peak fits, from this plan of one size on.
+        """Return a size whose peak fits, where the next, or one that is a 256th larger, does not.
 
-        Memory grows about linearly: a line through the last two sizes predicts the largest. Every third size halves the
-        range instead, in case the line does not fit."""
-        usable, before, peaks = self.usable_gib * _GIB, 0, {0: self.between_steps, size: self.peak}
+        Memory grows about linearly: a line through the last two sizes guesses the largest. A guess outside of what is
+        open, or at its ends, becomes a step into it, and each step is twice the last."""
+        usable, step = self.usable_gib * _GIB, 1
         low, high = (size, most + 1) if self.fits else (0, size)  # fits, does not fit
-        while high - low > 1:
-            slope, last = (peaks[size] - peaks[before]) / (size - before), size
-            size = (low + high) // 2
-            if slope > 0 and len(peaks) % 3 != 1:
-                size = min(max(last + int((usable - peaks[last]) // slope), low + 1), high - 1)
-            peaks[size], before = predict(size).peak, last
-            low, high = (size, high) if peaks[size] <= usable else (low, size)
+        before, last = (0, self.between_steps), (size, self.peak)
+        while high - low > (tolerance := max(low // 256, 1)):
+            slope = (last[1] - before[1]) / (last[0] - before[0])
+            guess = last[0] + int((usable - last[1]) // slope) if slope > 0 else 2 * last[0]
+            step = max(step, tolerance)
+            size = min(max(guess, low + step), high - step)
+            step *= 1 + (size != guess)
+            size = size if low < size < high else (low + high) // 2
+            before, last = last, (size, predict(size).peak)
+            low, high = (size, high) if last[1] <= usable else (low, size)
         return low
 
     def lines(self) -> Iterator[str]:

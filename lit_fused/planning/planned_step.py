@@ -154,8 +154,7 @@ def predicted(module: nn.Module, options: PlanOptions, batch: Any) -> PlannedSte
         )
         run.begin(options.spread, gpu)
         optimizer = _optimizer_of(module, options)
-        for _ in range(2):
-            run.step(optimizer, min(options.accumulate_grad_batches, _MICRO_BATCHES))
+        run.step(optimizer, min(options.accumulate_grad_batches, _MICRO_BATCHES))
         run.buckets.clear()
         parameters, learned = (sum(p.numel() for p in some) for some in (trained.parameters(), run.trained))
         between_steps = ledger.live.total()
@@ -235,8 +234,7 @@ class _Run:
         ledger.heading = count.TEMPORARY
 
     def step(self, optimizer: Optimizer, micro_batches: int) -> None:
-        """Run as a module does, which frees the last step's gradients before forward."""
-        optimizer.zero_grad()
+        """Run the first step, and plan later ones, whose forward and backward have the optimiser's state as well."""
         self.ledger.start_phase()
         for index in range(micro_batches):
             in_forward, in_backward = self.gathered
@@ -252,13 +250,16 @@ class _Run:
                 count.run_backward(loss, ones)
             del units, loss, ones
             self._end_of("backward")
-        with self.ledger.under(count.TEMPORARY, self.spread.share):
-            optimizer.step()
-        for state in optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    self.ledger.move(value, count.OPTIMIZER)
-        self._end_of("optimizer")
+        for _ in range(2):  # The first one makes the state.
+            with self.ledger.under(count.TEMPORARY, self.spread.share):
+                optimizer.step()
+            for state in optimizer.state.values():
+                for value in state.values():
+                    if isinstance(value, Tensor):
+                        self.ledger.move(value, count.OPTIMIZER)
+            self._end_of("optimizer")
+        for phase in ("forward", "backward"):
+            self.peaks[phase] += Counter({count.OPTIMIZER: self.ledger.live[count.OPTIMIZER]})
 
     def _units(self, size: int) -> Tensor:
         with self.ledger.under(count.GATHERED):

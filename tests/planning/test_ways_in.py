@@ -1,6 +1,8 @@
 """``lit_fused.plan`` of Lightning's trainer, of transformers' arguments and of TRL's: the numbers of ``mode=plan``."""
 
 import warnings
+from collections import Counter
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -17,6 +19,7 @@ from trl.trainer.sft_config import SFTConfig
 import lit_fused
 from lit_fused import FusedCausalLMModule, LinearCrossEntropyLoss, PlanOptions, UserError
 from lit_fused.app.commands.memory_plan import planned
+from lit_fused.planning.planned_run import Plan
 
 SIZES = {
     "vocab_size": 4096,
@@ -148,6 +151,31 @@ def test_the_largest_batch_and_the_longest_sequence_are_printed_and_the_next_one
         longest == CONFIG.max_position_embeddings
         or not lit_fused.plan(arguments, model(), sequence_length=longest + 128, **sizes).fits
     )
+
+
+GROWTH = {
+    "linear": lambda rows: 0.01 * rows,
+    "slowly": lambda rows: 0.4 * rows**0.6,
+    "fast": lambda rows: 1e-6 * rows**2,
+    "in chunks": lambda rows: 0.01 * rows + 3 * (rows // 100 % 2),
+}
+
+
+@pytest.mark.parametrize("growth", GROWTH)
+@pytest.mark.parametrize("rows", [1, 900, 3000])
+def test_what_fits_is_found_in_few_plans_that_are_not_much_larger(growth, rows):
+    def predict(rows: int, _: int) -> Plan:
+        tried.append(rows)
+        return Plan({"backward": Counter(activations=int(2**30 * GROWTH[growth](rows)))}, 0, 0, between_steps=0)
+
+    tried: list[int] = []
+    found = replace(predict(rows, 128), batch_size=rows, sequence_length=128, device_gib=16, predict=predict)
+    most = found.largest_batch_size
+    next_one = most + max(most // 256, 1)
+    assert replace(found, phases=predict(most, 128).phases).fits
+    assert not replace(found, phases=predict(next_one, 128).phases).fits
+    assert len(tried) < 15
+    assert max(tried) <= max(rows, 2.5 * most)
 
 
 def test_one_row_is_said_to_be_one_row():
