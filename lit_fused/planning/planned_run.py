@@ -83,18 +83,24 @@ class Plan(PlannedStep):
 
         Memory grows about linearly: a line through the last two sizes guesses the largest. A guess outside of what is
         open, or at its ends, becomes a step into it, and each step is twice the last."""
-        usable, step = self.usable_gib * _GIB, 1
+        usable, step, peak = self.usable_gib * _GIB, 1, self.peak
+        before, peak_before = 0, self.between_steps
         low, high = (size, most + 1) if self.fits else (0, size)  # fits, does not fit
-        before, last = (0, self.between_steps), (size, self.peak)
         while high - low > (tolerance := max(low // 256, 1)):
-            slope = (last[1] - before[1]) / (last[0] - before[0])
-            guess = last[0] + int((usable - last[1]) // slope) if slope > 0 else 2 * last[0]
+            slope = (peak - peak_before) / (size - before)
+            guess = size + int((usable - peak) // slope) if slope > 0 else 2 * size
+            before, peak_before = size, peak
             step = max(step, tolerance)
             size = min(max(guess, low + step), high - step)
-            step *= 1 + (size != guess)
-            size = size if low < size < high else (low + high) // 2
-            before, last = last, (size, predict(size).peak)
-            low, high = (size, high) if last[1] <= usable else (low, size)
+            if size != guess:
+                step *= 2
+            if not low < size < high:
+                size = (low + high) // 2
+            peak = predict(size).peak
+            if peak <= usable:
+                low = size
+            else:
+                high = size
         return low
 
     def lines(self) -> Iterator[str]:

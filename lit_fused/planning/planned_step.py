@@ -234,15 +234,13 @@ class _Run:
         ledger.heading = count.TEMPORARY
 
     def step(self, optimizer: Optimizer, micro_batches: int) -> None:
-        """Run the first step, and plan later ones, whose forward and backward have the optimiser's state as well."""
+        """Run the first step, and count those that follow: in forward and backward they have the optimiser's state."""
         self.ledger.start_phase()
-        for index in range(micro_batches):
-            in_forward, in_backward = self.gathered
+        in_forward, in_backward = self.gathered
+        for _ in range(micro_batches):
             units = [self._units(in_forward)]
             with self.ledger.under(count.ACTIVATIONS), self.context():
                 loss = self.loss()
-            if index == 0:
-                optimizer.zero_grad()
             self._end_of("forward")
             units.append(self._units(in_backward))
             with self.ledger.under(count.TEMPORARY):
